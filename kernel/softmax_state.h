@@ -1,0 +1,99 @@
+// The softmax of a set of keys as a small value: what attention over those keys contributes to attention over more.
+//
+// Online softmax, after Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): states of disjoint
+// sets of keys merge into the state of their union. Lanes, warps, blocks, clusters, chunks of the CPU twin and the
+// public merge() all use the one merge below. Scores and maxima are in natural units.
+#pragma once
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#define SINGLE_QUERY_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define SINGLE_QUERY_HOST_DEVICE inline
+#endif
+
+namespace single_query {
+
+constexpr float negative_infinity = -__builtin_inff();
+
+// exp(difference); the fast one on the device: 2 ulp, and exact at 0 and -inf.
+SINGLE_QUERY_HOST_DEVICE float exponential(float difference) {
+#if defined(__CUDA_ARCH__)
+  return __expf(difference);
+#else
+  return std::exp(difference);
+#endif
+}
+
+// The factor that takes a sum of exponentials from the reference `max_score` to the reference `new_max`, which is not
+// smaller. Two infinities of one sign: (-inf, -inf) is a state that has seen no finite score, and nothing to scale.
+SINGLE_QUERY_HOST_DEVICE float rescale_factor(float max_score, float new_max) {
+  return max_score == new_max && max_score == negative_infinity ? 1.0f : exponential(max_score - new_max);
+}
+
+// exp(score - max_score) where max_score may still be -inf: such a score is -inf (weight 0) or NaN (weight NaN).
+SINGLE_QUERY_HOST_DEVICE float softmax_weight(float score, float max_score) {
+  return exponential(score - (max_score == negative_infinity ? 0.0f : max_score));
+}
+
+// Values are accumulated times a power of two, which is exact and taken out again at the end. Weights lie in (0, 1], so
+// for float32 and bfloat16 it keeps the sum of up to 2^24 values near the end of the float32 range from overflowing;
+// float16 ends at 2^16 and needs none of that, there it keeps small weights, which the tensor cores take in float16,
+// out of its subnormals.
+constexpr float wide_value_scale = 0x1p-24f;
+constexpr float float16_value_scale = 0x1p14f;
+
+// `values[i]` are Size of the head_dim weighted values: value_scale * sum_n exp(score[n] - max_score) * value[n, i].
+template <int Size>
+struct SoftmaxState {
+  float max_score = negative_infinity; // the largest score that is not NaN
+  float sum_exp = 0;                   // sum_n exp(score[n] - max_score); 0: no key, or none with a score above -inf
+  float values[Size] = {};
+
+  // Refer everything to `new_max`, which is not smaller than max_score.
+  SINGLE_QUERY_HOST_DEVICE void raise_max(float new_max) {
+    const float factor = rescale_factor(max_score, new_max);
+    max_score = new_max;
+    sum_exp *= factor;
+    for (int i = 0; i < Size; ++i) {
+      values[i] *= factor;
+    }
+  }
+
+  // The state of the union. A state without keys changes nothing, whatever its values hold; one whose scores were NaN
+  // has a NaN sum and is not such a state.
+  SINGLE_QUERY_HOST_DEVICE void merge(const SoftmaxState& other) {
+    if (other.sum_exp == 0) {
+      return;
+    }
+    if (other.max_score > max_score) {
+      raise_max(other.max_score);
+    }
+    const float factor = rescale_factor(other.max_score, max_score);
+    sum_exp += factor * other.sum_exp;
+    for (int i = 0; i < Size; ++i) {
+      values[i] += factor * other.values[i];
+    }
+  }
+
+  // A sink is a score without a value.
+  SINGLE_QUERY_HOST_DEVICE void merge_sink(float sink) {
+    SoftmaxState state;
+    state.max_score = sink;
+    state.sum_exp = sink == negative_infinity ? 0.0f : 1.0f;
+    merge(state);
+  }
+
+  // Natural log-sum-exp; -inf without keys.
+  SINGLE_QUERY_HOST_DEVICE float log_sum_exp() const {
+    return sum_exp == 0 ? negative_infinity : max_score + logf(sum_exp);
+  }
+
+  // Element i of the attention output; 0 without keys. `value_scale` is the one the values were accumulated with.
+  SINGLE_QUERY_HOST_DEVICE float output(int i, float value_scale) const {
+    return sum_exp == 0 ? 0.0f : values[i] * (1.0f / sum_exp) * (1.0f / value_scale);
+  }
+};
+
+} // namespace single_query

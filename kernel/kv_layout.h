@@ -38,13 +38,13 @@ SINGLE_QUERY_HOST_DEVICE KeyRange attended_keys(const AttentionProblem& problem,
 
 // Where a key lies. A page outside [0, pages) must not be followed.
 struct KeySlot {
-  std::int64_t page;
-  std::int64_t slot;
+  std::int32_t page;
+  std::uint32_t slot;
 };
 
 SINGLE_QUERY_HOST_DEVICE KeySlot key_slot(const AttentionProblem& problem, std::int64_t batch, std::uint32_t key) {
   if (problem.page_table == nullptr) {
-    return {batch, key};
+    return {static_cast<std::int32_t>(batch), key};
   }
   const std::uint32_t page_size = static_cast<std::uint32_t>(problem.page_size);
   const std::uint32_t page = key / page_size;

@@ -2,6 +2,7 @@
 // GPU bodies and the CPU twin call it.
 #pragma once
 
+#include "single_query/attention.h"
 #include "softmax_state.h"
 
 namespace single_query {
@@ -25,6 +26,14 @@ SINGLE_QUERY_HOST_DEVICE float modified_score(const ScoreModifiers& modifiers, f
     score += modifiers.alibi_slope * distance;
   }
   return score + mask_value;
+}
+
+// The ALiBi slope of a query head; 0 where there are none.
+SINGLE_QUERY_HOST_DEVICE float alibi_slope(const AttentionProblem& problem, std::int64_t batch,
+                                           std::int64_t query_head) {
+  return problem.alibi_slopes == nullptr
+             ? 0.0f
+             : problem.alibi_slopes[batch * problem.alibi_stride_batch + query_head * problem.alibi_stride_head];
 }
 
 } // namespace single_query

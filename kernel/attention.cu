@@ -1,0 +1,203 @@
+// Validate, plan, dispatch, launch. The only list of data types and head dims: a new one is a line in select_kernel.
+#include "device.h"
+#include "simt_attention.cuh"
+#include "tensor_core_attention.cuh"
+#include "validate.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace single_query {
+namespace {
+
+// One compiled kernel and what the host has to know of it.
+struct Kernel {
+  const void* function;
+  BodyTraits body;
+  int tile_heads;
+  int padded_dim;
+  int (*shared_bytes)(const SplitPlan& plan);
+  std::atomic<std::uint64_t>* prepared; // a bit per device
+};
+
+template <class Shape, bool modified>
+std::atomic<std::uint64_t> prepared_devices{0};
+
+template <class Shape>
+Kernel tensor_core_kernel(bool modified) {
+  constexpr bool wide = Shape::padded_dim == 256;
+  constexpr int most_warps = wide || Shape::head_blocks > 1 ? 4 : 8; // what fits into shared memory
+  return {modified ? reinterpret_cast<const void*>(&tensor_core_attention<Shape, true>)
+                   : reinterpret_cast<const void*>(&tensor_core_attention<Shape, false>),
+          {step_keys, 4, wide ? 1 : 2, most_warps, 128},
+          Shape::tile_heads,
+          Shape::padded_dim,
+          [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
+          modified ? &prepared_devices<Shape, true> : &prepared_devices<Shape, false>};
+}
+
+template <class Shape>
+Kernel simt_kernel(bool modified) {
+  return {modified ? reinterpret_cast<const void*>(&simt_attention<Shape, true>)
+                   : reinterpret_cast<const void*>(&simt_attention<Shape, false>),
+          {Shape::step_keys, 8, 2, 8, 4 * Shape::step_keys},
+          Shape::tile_heads,
+          Shape::padded_dim,
+          [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
+          modified ? &prepared_devices<Shape, true> : &prepared_devices<Shape, false>};
+}
+
+template <typename Scalar>
+Kernel select_tensor_core_kernel(std::int64_t head_dim, int group, bool modified) {
+  if (head_dim <= 64) {
+    return group <= 8 ? tensor_core_kernel<TensorCoreShape<Scalar, 64, 1>>(modified)
+                      : tensor_core_kernel<TensorCoreShape<Scalar, 64, 2>>(modified);
+  }
+  if (head_dim <= 128) {
+    return group <= 8 ? tensor_core_kernel<TensorCoreShape<Scalar, 128, 1>>(modified)
+                      : tensor_core_kernel<TensorCoreShape<Scalar, 128, 2>>(modified);
+  }
+  return tensor_core_kernel<TensorCoreShape<Scalar, 256, 1>>(modified);
+}
+
+Kernel select_simt_kernel(std::int64_t head_dim, int group, bool modified) {
+  if (head_dim <= 64) {
+    return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>(modified) : simt_kernel<SimtShape<16, 1, 8>>(modified);
+  }
+  if (head_dim <= 128) {
+    return group == 1 ? simt_kernel<SimtShape<8, 4, 1>>(modified) : simt_kernel<SimtShape<32, 1, 8>>(modified);
+  }
+  return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>(modified) : simt_kernel<SimtShape<32, 2, 8>>(modified);
+}
+
+Kernel select_kernel(const AttentionProblem& problem, int group) {
+  const bool modified =
+      problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
+  switch (problem.dtype) {
+  case DataType::float16:
+    return select_tensor_core_kernel<__half>(problem.head_dim, group, modified);
+  case DataType::bfloat16:
+    return select_tensor_core_kernel<__nv_bfloat16>(problem.head_dim, group, modified);
+  default: // float32; validate() has refused everything else
+    return select_simt_kernel(problem.head_dim, group, modified);
+  }
+}
+
+// The widest copy, 16 or 4 bytes or one element, that every row of a tensor allows.
+int copy_bytes(const AttentionProblem& problem, const void* data, std::initializer_list<std::int64_t> strides) {
+  const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2;
+  std::uint64_t bits = reinterpret_cast<std::uint64_t>(data) | static_cast<std::uint64_t>(problem.head_dim * element);
+  std::uint64_t row_bits = reinterpret_cast<std::uint64_t>(data);
+  for (const std::int64_t stride : strides) {
+    bits |= static_cast<std::uint64_t>(stride * element);
+    row_bits |= static_cast<std::uint64_t>(stride * element);
+  }
+  return bits % 16 == 0 ? 16 : row_bits % 4 == 0 ? 4 : 2;
+}
+
+struct Plan {
+  Kernel kernel;
+  KernelArguments arguments;
+  std::uint64_t partial_elements; // of the workspace
+};
+
+Plan make_plan(const AttentionProblem& problem, const Device& device) {
+  Plan plan{};
+  KernelArguments& args = plan.arguments;
+  args.problem = problem;
+  args.group = static_cast<int>(problem.query_heads / problem.kv_heads);
+  plan.kernel = select_kernel(problem, args.group);
+  args.tile_heads = std::min(plan.kernel.tile_heads, args.group);
+  args.tiles = (args.group + args.tile_heads - 1) / args.tile_heads;
+  args.least_block_keys = plan.kernel.body.least_block_keys;
+  const std::int64_t rows = problem.batch * problem.kv_heads * args.tiles;
+  args.plan = make_split_plan(problem, rows, plan.kernel.body, device.traits);
+  args.query_copy_bytes =
+      copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
+  args.key_copy_bytes = copy_bytes(problem, problem.key,
+                                   {problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot});
+  args.value_copy_bytes = copy_bytes(problem, problem.value,
+                                     {problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot});
+  args.output_vectors = copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
+  const SplitPlan& split = args.plan;
+  const std::uint64_t slots = !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
+                              : split.pieces_are_units
+                                  ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
+                                  : 2ull * split.blocks;
+  plan.partial_elements = slots * args.tile_heads * (plan.kernel.padded_dim / 4);
+  return plan;
+}
+
+std::size_t workspace_bytes(const Plan& plan) {
+  return plan.partial_elements == 0 ? 0
+                                    : workspace_counters * sizeof(std::uint32_t) +
+                                          plan.partial_elements * (sizeof(float4) + sizeof(float2));
+}
+
+bool is_empty(const AttentionProblem& problem) { return problem.batch == 0 || problem.query_heads == 0; }
+
+// Kernels with more shared memory than every device grants have to be told once per device.
+void prepare(const Kernel& kernel, const Device& device, int shared_bytes) {
+  constexpr int always_granted = 48 * 1024 - 64; // less what a kernel has statically
+  const std::uint64_t bit = device.index < 64 ? 1ull << device.index : 0;
+  if (shared_bytes <= always_granted || (kernel.prepared->load(std::memory_order_relaxed) & bit) != 0) {
+    return;
+  }
+  check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  device.shared_bytes - 64),
+             "single_query: cudaFuncSetAttribute");
+  kernel.prepared->fetch_or(bit, std::memory_order_relaxed);
+}
+
+} // namespace
+
+AttentionProblem contiguous_problem(DataType dtype, std::int64_t batch, std::int64_t query_heads,
+                                    std::int64_t kv_heads, std::int64_t keys, std::int64_t head_dim) {
+  AttentionProblem problem;
+  problem.dtype = dtype;
+  problem.batch = problem.pages = batch;
+  problem.query_heads = query_heads;
+  problem.kv_heads = kv_heads;
+  problem.page_size = keys;
+  problem.head_dim = head_dim;
+  problem.query_stride_batch = problem.output_stride_batch = query_heads * head_dim;
+  problem.query_stride_head = problem.output_stride_head = head_dim;
+  problem.lse_stride_batch = query_heads;
+  problem.lse_stride_head = 1;
+  problem.key_stride_page = problem.value_stride_page = kv_heads * keys * head_dim;
+  problem.key_stride_head = problem.value_stride_head = keys * head_dim;
+  problem.key_stride_slot = problem.value_stride_slot = head_dim;
+  problem.scale = head_dim > 0 ? 1.0f / sqrtf(static_cast<float>(head_dim)) : 1.0f;
+  return problem;
+}
+
+std::size_t attention_workspace_bytes(const AttentionProblem& problem) {
+  validate(problem);
+  return is_empty(problem) ? 0 : workspace_bytes(make_plan(problem, current_device()));
+}
+
+void attention(const AttentionProblem& problem, void* workspace, std::size_t bytes, cudaStream_t stream) {
+  validate(problem);
+  if (is_empty(problem)) {
+    return;
+  }
+  const Device device = current_device();
+  Plan plan = make_plan(problem, device);
+  validate_workspace(workspace, bytes, workspace_bytes(plan), 256);
+  KernelArguments& args = plan.arguments;
+  args.counters = static_cast<std::uint32_t*>(workspace);
+  args.partial_values = reinterpret_cast<float4*>(args.counters + workspace_counters);
+  args.partial_states = reinterpret_cast<float2*>(args.partial_values + plan.partial_elements);
+  const SplitPlan& split = args.plan;
+  const int shared_bytes = plan.kernel.shared_bytes(split);
+  prepare(plan.kernel, device, shared_bytes);
+  const dim3 grid = split.walk ? dim3(split.blocks)
+                               : dim3(static_cast<unsigned>(split.cluster_size * split.clusters),
+                                      static_cast<unsigned>(problem.kv_heads * args.tiles),
+                                      static_cast<unsigned>(problem.batch));
+  launch({plan.kernel.function, grid, static_cast<unsigned>(split.warps * 32), static_cast<unsigned>(shared_bytes),
+          split.cluster_size, stream},
+         &args);
+}
+
+} // namespace single_query

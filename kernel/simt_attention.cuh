@@ -1,0 +1,341 @@
+// The SIMT kernel body: float32, every head_dim, stride and alignment.
+//
+// `lanes` lanes share a key: each holds `vectors` groups of four head dims of it. A warp takes 32 / lanes keys at a time
+// and `rows` such rows a step, straight into registers: all loads of a step are issued before its arithmetic, keys of
+// the next step while this one's softmax runs. Each group of lanes keeps a softmax state of its own until the end.
+#pragma once
+
+#include "mask.h"
+#include "merge_partials.cuh"
+#include "score.h"
+
+namespace single_query {
+
+template <int lanes_, int vectors_, int tile_heads_>
+struct SimtShape {
+  using Scalar = float;
+  static constexpr int lanes = lanes_;           // of one key
+  static constexpr int vectors = vectors_;       // of four dims a lane
+  static constexpr int tile_heads = tile_heads_; // query heads: 1 or 8
+  static constexpr int padded_dim = 4 * lanes * vectors;
+  static constexpr int rows = vectors >= 4 ? 2 : 4; // keys of one lane in a step
+  static constexpr int keys_at_once = 32 / lanes;
+  static constexpr int step_keys = rows * keys_at_once;
+  static constexpr int head_lanes = lanes / tile_heads; // lanes that hold the scores of one head
+  using Staging = WarpStaging<padded_dim>;
+  static constexpr int staging_bytes = Staging::floats(tile_heads) * static_cast<int>(sizeof(float));
+
+  static constexpr int shared_bytes(const SplitPlan& plan) {
+    const int mailbox = plan.cluster_size > 1 ? ClusterMailbox::bytes(tile_heads * padded_dim / 4, plan.cluster_size, plan.warps) : 0;
+    return plan.warps * staging_bytes + mailbox;
+  }
+};
+
+// Four elements of a row from `dim` on; zeros past head_dim.
+__device__ __forceinline__ float4 load_four(const float* row, int dim, int head_dim, bool vectors) {
+  if (dim >= head_dim) {
+    return make_float4(0, 0, 0, 0);
+  }
+  if (vectors) {
+    return __ldg(reinterpret_cast<const float4*>(row + dim));
+  }
+  return make_float4(__ldg(row + dim), dim + 1 < head_dim ? __ldg(row + dim + 1) : 0,
+                     dim + 2 < head_dim ? __ldg(row + dim + 2) : 0, dim + 3 < head_dim ? __ldg(row + dim + 3) : 0);
+}
+
+__device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
+  return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
+}
+
+// Sum each of `partial` over the lanes of a key. With several heads the sums end up spread out: this lane's head is
+// lane % lanes / head_lanes.
+template <class Shape>
+__device__ __forceinline__ float reduce_over_lanes(float (&partial)[Shape::tile_heads]) {
+  int offset = Shape::lanes / 2;
+#pragma unroll
+  for (int count = Shape::tile_heads / 2; count > 0; count /= 2, offset /= 2) {
+    const bool upper = (threadIdx.x & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float sent = upper ? partial[i] : partial[i + count];
+      const float kept = upper ? partial[i + count] : partial[i];
+      partial[i] = kept + __shfl_xor_sync(0xffffffffu, sent, offset);
+    }
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) {
+    partial[0] += __shfl_xor_sync(0xffffffffu, partial[0], offset);
+  }
+  return partial[0];
+}
+
+// The number that the lanes of `head` hold, in all lanes of the key.
+template <class Shape>
+__device__ __forceinline__ float of_head(float x, int head) {
+  if constexpr (Shape::tile_heads == 1) {
+    return x;
+  } else {
+    return __shfl_sync(0xffffffffu, x, head * Shape::head_lanes, Shape::lanes);
+  }
+}
+
+template <class Shape>
+struct SimtState {
+  float max_score; // of this lane's head
+  float sum_exp;
+  float4 output[Shape::tile_heads][Shape::vectors];
+
+  __device__ __forceinline__ void clear() {
+    max_score = negative_infinity;
+    sum_exp = 0;
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        output[head][v] = make_float4(0, 0, 0, 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise_max(float new_max) {
+    const float factor = rescale_factor(max_score, new_max);
+    max_score = new_max;
+    sum_exp *= factor;
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+      const float f = of_head<Shape>(factor, head);
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        float4& o = output[head][v];
+        o = make_float4(o.x * f, o.y * f, o.z * f, o.w * f);
+      }
+    }
+  }
+
+  // The groups of lanes of a warp become one state, in every group.
+  __device__ __forceinline__ void merge_groups() {
+#pragma unroll
+    for (int offset = Shape::lanes; offset < 32; offset *= 2) {
+      raise_max(fmaxf(max_score, __shfl_xor_sync(0xffffffffu, max_score, offset)));
+      sum_exp += __shfl_xor_sync(0xffffffffu, sum_exp, offset);
+#pragma unroll
+      for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+        for (int v = 0; v < Shape::vectors; ++v) {
+          float4& o = output[head][v];
+          o.x += __shfl_xor_sync(0xffffffffu, o.x, offset);
+          o.y += __shfl_xor_sync(0xffffffffu, o.y, offset);
+          o.z += __shfl_xor_sync(0xffffffffu, o.z, offset);
+          o.w += __shfl_xor_sync(0xffffffffu, o.w, offset);
+        }
+      }
+    }
+  }
+};
+
+// One lane's part of a step's rows of one cache.
+template <class Shape>
+struct SimtRows {
+  float4 x[Shape::rows][Shape::vectors];
+};
+
+// Places of this lane's keys of a step.
+template <class Shape>
+struct SimtPlaces {
+  KeySlot slot[Shape::rows];
+  unsigned readable = 0; // a bit per row
+  unsigned missing = 0;  // needed a page that does not exist
+
+  __device__ __forceinline__ void find(const AttentionProblem& problem, const Piece& piece, std::uint32_t first_key) {
+    readable = missing = 0;
+#pragma unroll
+    for (int r = 0; r < Shape::rows; ++r) {
+      const std::uint32_t key = first_key + r * Shape::keys_at_once + threadIdx.x % 32 / Shape::lanes;
+      if (key < piece.keys.end) {
+        slot[r] = key_slot(problem, piece.batch, key);
+        const bool exists = problem.page_table == nullptr || page_exists(problem, slot[r].page);
+        readable |= exists ? 1u << r : 0u;
+        missing |= exists ? 0u : 1u << r;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(SimtRows<Shape>& rows, const float* head, std::int64_t stride_page,
+                                       std::int64_t stride_slot, int head_dim, bool vectors) const {
+#pragma unroll
+    for (int r = 0; r < Shape::rows; ++r) {
+      const float* row = head + slot[r].page * stride_page + static_cast<std::int64_t>(slot[r].slot) * stride_slot;
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        const int dim = (v * Shape::lanes + static_cast<int>(threadIdx.x) % Shape::lanes) * 4;
+        rows.x[r][v] = readable >> r & 1 ? load_four(row, dim, head_dim, vectors) : make_float4(0, 0, 0, 0);
+      }
+    }
+  }
+};
+
+// grid and pieces: see split_plan.h. Dynamic shared memory: the warps' staging, then the cluster's mailbox.
+template <class Shape, bool modified>
+__global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__ KernelArguments args) {
+  using Staging = typename Shape::Staging;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const AttentionProblem& problem = args.problem;
+  const int head_dim = static_cast<int>(problem.head_dim);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int warps = args.plan.warps;
+  const int cluster_size = args.plan.cluster_size;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
+  const bool key_vectors = args.key_copy_bytes == 16;
+  const bool value_vectors = args.value_copy_bytes == 16;
+  Pieces pieces(args, rank);
+  Piece piece;
+  if (!pieces.next(piece)) {
+    return; // the same for all blocks of a cluster
+  }
+  const std::uint32_t first_key = (rank * warps + warp) * Shape::step_keys;
+  const std::uint32_t stride = cluster_size * warps * Shape::step_keys;
+  const auto staging_of = [&](int of_warp) -> Staging {
+    return {reinterpret_cast<float*>(shared + of_warp * Shape::staging_bytes), Shape::tile_heads};
+  };
+  for (;;) {
+    const Heads heads = heads_of(args, piece.row_in_batch);
+    const float* const key_head = static_cast<const float*>(problem.key) + heads.kv_head * problem.key_stride_head;
+    const float* const value_head = static_cast<const float*>(problem.value) + heads.kv_head * problem.value_stride_head;
+    SimtRows<Shape> keys, values;
+    SimtPlaces<Shape> places;
+    std::uint32_t key = piece.keys.begin + first_key;
+    places.find(problem, piece, key);
+    places.load(keys, key_head, problem.key_stride_page, problem.key_stride_slot, head_dim, key_vectors);
+    float4 queries[Shape::tile_heads][Shape::vectors];
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+      const float* row = static_cast<const float*>(problem.query) + piece.batch * problem.query_stride_batch +
+                         (heads.first_query_head + head) * problem.query_stride_head;
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        queries[head][v] = head < heads.count ? load_four(row, (v * Shape::lanes + lane % Shape::lanes) * 4, head_dim,
+                                                          args.query_copy_bytes == 16)
+                                              : make_float4(0, 0, 0, 0);
+      }
+    }
+    places.load(values, value_head, problem.value_stride_page, problem.value_stride_slot, head_dim, value_vectors);
+    // This lane's query head: all of the key's lanes serve one head, or each head_lanes of them their own.
+    const int own_head = min(lane % Shape::lanes / Shape::head_lanes, heads.count - 1);
+    const std::int64_t own_query_head = heads.first_query_head + own_head;
+    ScoreModifiers modifiers{problem.scale, 0, 0};
+    if constexpr (modified) {
+      modifiers.softcap = problem.softcap;
+      modifiers.alibi_slope = alibi_slope(problem, piece.batch, own_query_head);
+    }
+#if __CUDA_ARCH__ >= 900
+    const ClusterMailbox mailbox(shared + warps * Shape::staging_bytes, heads.count * (Shape::padded_dim / 4),
+                                 cluster_size, warps);
+    if (cluster_size > 1) {
+      open_mailbox(mailbox, heads.count * (Shape::padded_dim / 4), cluster_size, rank);
+    }
+#endif
+    SimtState<Shape> state;
+    state.clear();
+#pragma unroll 1
+    for (; key < piece.keys.end; key += stride) {
+      float scores[Shape::rows]; // of this lane's head
+      unsigned excluded = 0;     // a bit per row
+#pragma unroll
+      for (int r = 0; r < Shape::rows; ++r) {
+        const std::uint32_t row_key = key + r * Shape::keys_at_once + lane / Shape::lanes;
+        const bool in_range = row_key < piece.keys.end;
+        float mask = 0;
+        if constexpr (modified) {
+          mask = in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
+        }
+        float partial[Shape::tile_heads];
+#pragma unroll
+        for (int head = 0; head < Shape::tile_heads; ++head) {
+          partial[head] = 0;
+#pragma unroll
+          for (int v = 0; v < Shape::vectors; ++v) {
+            partial[head] = dot(keys.x[r][v], queries[head][v], partial[head]);
+          }
+        }
+        scores[r] = reduce_over_lanes<Shape>(partial);
+        if constexpr (modified) {
+          const float distance = static_cast<float>(static_cast<int>(row_key - (piece.length - 1)));
+          scores[r] = modified_score(modifiers, scores[r], distance, mask);
+          excluded |= mask == negative_infinity ? 1u << r : 0u;
+        } else {
+          scores[r] *= problem.scale;
+        }
+        scores[r] = !in_range || (excluded >> r & 1) ? negative_infinity
+                    : places.missing >> r & 1        ? __int_as_float(0x7fffffff)
+                                                     : scores[r];
+      }
+      SimtPlaces<Shape> next_places;
+      next_places.find(problem, piece, key + stride);
+      next_places.load(keys, key_head, problem.key_stride_page, problem.key_stride_slot, head_dim, key_vectors);
+      float largest = state.max_score;
+#pragma unroll
+      for (int r = 0; r < Shape::rows; ++r) {
+        largest = fmaxf(largest, scores[r]);
+      }
+      if (__any_sync(0xffffffffu, largest > state.max_score)) {
+        state.raise_max(largest);
+      }
+#pragma unroll
+      for (int r = 0; r < Shape::rows; ++r) {
+        const float weight = softmax_weight(scores[r], state.max_score);
+        state.sum_exp += weight;
+        const float scaled = weight * value_scale<float>();
+        const unsigned excluded_lanes = modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
+#pragma unroll
+        for (int head = 0; head < Shape::tile_heads; ++head) {
+          const float w = of_head<Shape>(scaled, head);
+          // A weight of 0 does not keep an excluded key's NaN out of a product.
+          const int source = lane / Shape::lanes * Shape::lanes + head * Shape::head_lanes;
+          if (!modified || (excluded_lanes >> source & 1) == 0) {
+#pragma unroll
+            for (int v = 0; v < Shape::vectors; ++v) {
+              float4& o = state.output[head][v];
+              const float4& x = values.x[r][v];
+              o = make_float4(fmaf(w, x.x, o.x), fmaf(w, x.y, o.y), fmaf(w, x.z, o.z), fmaf(w, x.w, o.w));
+            }
+          }
+        }
+      }
+      next_places.load(values, value_head, problem.value_stride_page, problem.value_stride_slot, head_dim,
+                       value_vectors);
+      places = next_places;
+    }
+    state.merge_groups();
+    const Staging staging = staging_of(warp);
+    if (lane < Shape::lanes) {
+      if (lane % Shape::head_lanes == 0) {
+        staging.state(lane / Shape::head_lanes) = make_float2(state.max_score, state.sum_exp);
+      }
+#pragma unroll
+      for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+        for (int v = 0; v < Shape::vectors; ++v) {
+          *reinterpret_cast<float4*>(&staging.value(head, (v * Shape::lanes + lane) * 4)) = state.output[head][v];
+        }
+      }
+    }
+    Cut cut{};
+    if (!piece.whole) {
+      cut = pieces.cut(piece);
+    }
+#if __CUDA_ARCH__ >= 900
+    if (cluster_size > 1) {
+      merge_cluster<float, Shape::padded_dim>(args, piece, cut, heads, staging, mailbox, cluster_size, rank);
+      return; // by row there is one piece
+    }
+#endif
+    merge_block<float, Shape::padded_dim>(args, piece, cut, heads, staging_of);
+    if (!pieces.next(piece)) {
+      return;
+    }
+    __syncthreads(); // staging is free again
+  }
+}
+
+} // namespace single_query

@@ -1,0 +1,69 @@
+#include "split_plan.h"
+
+#include <algorithm>
+
+namespace single_query {
+namespace {
+
+// Blocks of a walk: as many as are resident at once, or somewhat fewer where that lets rows of equal length end on the
+// shares' borders, so that none has to be merged.
+std::uint32_t walk_blocks(std::int64_t rows, std::int64_t resident) {
+  for (std::int64_t blocks = resident; 4 * blocks >= 3 * resident; --blocks) {
+    if (rows % blocks == 0 || blocks % rows == 0) {
+      return static_cast<std::uint32_t>(blocks);
+    }
+  }
+  return static_cast<std::uint32_t>(resident);
+}
+
+SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uint32_t keys, const BodyTraits& body,
+                    const DeviceTraits& device) {
+  SplitPlan plan{};
+  plan.walk = true;
+  plan.warps = body.walk_warps;
+  plan.cluster_size = 1;
+  plan.clusters = 1;
+  plan.pieces_are_units = problem.split_size > 0;
+  plan.unit_keys = plan.pieces_are_units
+                       ? static_cast<std::uint32_t>(std::min<std::int64_t>(problem.split_size, 0x7fffffff))
+                       : static_cast<std::uint32_t>(body.walk_warps * body.keys_per_warp);
+  plan.splits_per_row = units_of(keys, plan.unit_keys);
+  const std::uint64_t most_units = static_cast<std::uint64_t>(rows) * plan.splits_per_row;
+  plan.units = problem.lengths == nullptr ? most_units : 0;
+  const std::uint32_t resident =
+      static_cast<std::uint32_t>(device.multiprocessors * body.blocks_per_multiprocessor);
+  plan.blocks = most_units < resident ? static_cast<std::uint32_t>(most_units) : walk_blocks(rows, resident);
+  return plan;
+}
+
+} // namespace
+
+SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, const BodyTraits& body,
+                          const DeviceTraits& device) {
+  const std::int64_t capacity_keys = capacity(problem);
+  const std::uint32_t keys = static_cast<std::uint32_t>(
+      problem.window > 0 ? std::min(problem.window, capacity_keys) : capacity_keys);
+  const bool lengths_differ = problem.lengths != nullptr && problem.batch > 1;
+  if (problem.split_size > 0 || lengths_differ || rows > device.multiprocessors) {
+    return plan_walk(problem, rows, keys, body, device);
+  }
+  // Long problems: one block of many warps on every second multiprocessor, with less to merge. Short ones: small
+  // blocks on all of them.
+  const std::uint32_t row_count = static_cast<std::uint32_t>(rows);
+  const std::uint32_t half = power_of_two_at_most(static_cast<std::uint32_t>(device.multiprocessors)) / 2;
+  const bool large_blocks = body.most_warps > 4 && 2 * row_count <= half &&
+                            static_cast<std::uint64_t>(rows) * keys > 512ull * half;
+  const bool two_a_multiprocessor = row_count > half;
+  SplitPlan plan{};
+  plan.warps = large_blocks ? body.most_warps : 4;
+  const std::uint32_t most_blocks = large_blocks ? half : two_a_multiprocessor ? 2 * row_count : 2 * half;
+  const std::uint32_t blocks = blocks_per_row(row_count, keys, most_blocks, body.least_block_keys);
+  if (blocks > 1 && !device.has_clusters) {
+    return plan_walk(problem, rows, keys, body, device);
+  }
+  plan.cluster_size = static_cast<int>(std::min(blocks, 8u));
+  plan.clusters = static_cast<int>(blocks) / plan.cluster_size;
+  return plan;
+}
+
+} // namespace single_query

@@ -1,0 +1,85 @@
+// How the keys of a problem are shared out over thread blocks: one formula of the problem's sizes, the device and what
+// the kernel body brings along. No table of shapes, no tuning at run time.
+//
+// A row is one (batch, key/value head, tile of query heads); blocks of work never share arithmetic across rows.
+//  - by_row: few rows. Each row gets `clusters` thread-block clusters of `cluster_size` blocks; each cluster takes an
+//    equal range of the row's own keys. Blocks of a cluster merge through distributed shared memory, clusters of a row
+//    through global memory. grid = (cluster_size * clusters, rows of a batch entry, batch).
+//  - walk: many rows, lengths that differ, or a given split size. The keys of all rows are cut into units, the list of
+//    all units into `blocks` equal shares, one a block (stream-K, after Osama et al., "Stream-K", 2023). A row that
+//    several blocks share is merged by the last of them. With a given split size a unit is a split, and every split is
+//    a piece of its own; else a unit is one step of a block and a piece is as long as row and share allow.
+#pragma once
+
+#include "kv_layout.h"
+
+namespace single_query {
+
+struct DeviceTraits {
+  int multiprocessors;
+  bool has_clusters; // compute capability 9.0 and later
+};
+
+// What a kernel body needs the plan to know.
+struct BodyTraits {
+  int keys_per_warp;              // keys a warp takes in one step
+  int walk_warps;                 // warps a block in walk mode
+  int blocks_per_multiprocessor;  // resident blocks of that size
+  int most_warps;                 // in by_row mode, where one large block serves a multiprocessor
+  std::uint32_t least_block_keys; // fewer keys than this are not worth a block
+};
+
+struct SplitPlan {
+  bool walk;
+  int warps; // a block
+  // by_row
+  int cluster_size; // 1, 2, 4 or 8
+  int clusters;     // a row, at most; rows with fewer keys use fewer
+  // walk
+  std::uint32_t blocks;
+  std::uint32_t unit_keys;
+  std::uint64_t units;          // of all rows together; 0: lengths differ, only the device can count
+  bool pieces_are_units;        // a split size was given
+  std::uint64_t splits_per_row; // then: at most
+};
+
+SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) {
+  std::uint32_t power = 1;
+  while (power <= x / 2) {
+    power *= 2;
+  }
+  return power;
+}
+
+// Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together about
+// one block a multiprocessor for short problems and one a pair of multiprocessors (which share a memory port) for long
+// ones. Powers of two, so that all shares are equal: equal shares beat more multiprocessors.
+SINGLE_QUERY_HOST_DEVICE std::uint32_t blocks_per_row(std::uint32_t rows, std::uint32_t keys, std::uint32_t most_blocks,
+                                                      std::uint32_t least_block_keys) {
+  const std::uint32_t by_device = most_blocks / rows;
+  const std::uint32_t by_keys = keys / least_block_keys;
+  const std::uint32_t blocks = by_device < by_keys ? by_device : by_keys;
+  return power_of_two_at_most(blocks == 0 ? 1 : blocks);
+}
+
+// Of the clusters that a row of by_row mode has at most, those that a row of `keys` keys uses.
+SINGLE_QUERY_HOST_DEVICE std::uint32_t clusters_in_use(const SplitPlan& plan, std::uint32_t keys,
+                                                       std::uint32_t least_block_keys) {
+  if (plan.clusters == 1) {
+    return 1;
+  }
+  const std::uint32_t most = static_cast<std::uint32_t>(plan.clusters);
+  const std::uint32_t wanted = keys / (least_block_keys * static_cast<std::uint32_t>(plan.cluster_size));
+  return wanted < 1 ? 1 : wanted < most ? power_of_two_at_most(wanted) : most;
+}
+
+// Units of a row of `keys` keys: at least one, since a row without keys has an output too.
+SINGLE_QUERY_HOST_DEVICE std::uint32_t units_of(std::uint32_t keys, std::uint32_t unit_keys) {
+  return keys == 0 ? 1 : (keys - 1) / unit_keys + 1;
+}
+
+// The plan of `rows` rows. `problem` gives capacity, window, split size, and whether lengths may differ.
+SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, const BodyTraits& body,
+                          const DeviceTraits& device);
+
+} // namespace single_query

@@ -1,0 +1,42 @@
+// How long a call takes: in a CUDA graph, one after the other, or until it returns.
+#pragma once
+
+#include "benchmark_implementations.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace single_query::benchmark {
+
+// Microseconds per call over the repetitions of one measurement.
+struct Timing {
+  double median;
+  double minimum;
+  double maximum;
+};
+
+// The functions for CUDA run on the current stream, which must not be the default stream.
+
+// A graph of at least 8 calls, `caches` or more, replayed 25 times (5 times where that would take over 3 seconds).
+// Before each replay, untimed, other memory of several times the size of the L2 is read: `flush` false leaves that out.
+Timing time_in_graph(const Call& call, std::int64_t caches, bool flush);
+
+// Calls in a row, 25 times, with the time until the last one has ended.
+Timing time_eager(const Call& call, std::int64_t caches);
+
+// 100,000 calls, 500 at a time, with the time until the last one has returned; between them the GPU catches up.
+Timing time_on_host(const Call& call);
+
+// Several implementations in turn, so that what else the machine does befalls them alike. For the CPU.
+std::vector<Timing> time_interleaved(const std::vector<Implementation>& implementations, std::int64_t caches);
+
+// 2.5 times the size of the L2, and no less than 150 MB: reading so much leaves nothing of what came before.
+double cold_bytes();
+
+// Times of a plain read of each cache's keys and values, the best of several launch shapes, and of an empty kernel.
+Timing time_read(const std::vector<at::Tensor>& key, const std::vector<at::Tensor>& value);
+Timing time_empty();
+
+} // namespace single_query::benchmark

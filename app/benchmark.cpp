@@ -213,7 +213,7 @@ private:
   void add(const std::string& implementation, const Row& row, const Timing& timing) {
     const Result result = make_result(implementation, device_name_, row, timing);
     file_.add(result);
-    std::fprintf(stderr, "%s %s: %.2f us (%.2f .. %.2f), %.3f TB/s\n", title_.c_str(), implementation.c_str(),
+    std::fprintf(stderr, "%s %s: %.2f us (%.2f .. %.2f), %.4g TB/s\n", title_.c_str(), implementation.c_str(),
                  result.microseconds, result.microseconds_min, result.microseconds_max, result.terabytes_per_second);
   }
 
@@ -361,7 +361,9 @@ bool parse_flags(int argc, char** argv) {
   c10::SetUsageMessage(
       "Times attention of one query beside LibTorch's own, checks each result against double first, and "
       "writes a CSV.\nExit status: 0; 1 where this library was wrong or --check found a ratio worse; "
-      "2 for a usage or environment error.");
+      "2 for a usage or environment error.\n"
+      "The flags of this program are rows, filter, sweep, check, output and seconds; the others below are "
+      "LibTorch's.");
   const bool known = c10::ParseCommandLineFlags(&argc, &argv);
   if (known && argc > 1) {
     std::fprintf(stderr, "single_query_benchmark: there are no arguments but flags; it was '%s'\n", argv[1]);

@@ -41,12 +41,9 @@ Implementation through_tensors(const Problem& problem, const Inputs& inputs, Mod
             },
             Backend::automatic, true};
   }
-  // One for each cache: [caches][batch, query_heads, 1, head_dim].
-  const std::vector<at::Tensor> outputs =
-      inputs.query
-          .new_full({inputs.caches(), problem.batch, problem.query_heads, 1, problem.head_dim},
-                    std::numeric_limits<double>::quiet_NaN())
-          .unbind(0);
+  const at::Tensor all_outputs =
+      inputs.query.new_empty({inputs.caches(), problem.batch, problem.query_heads, 1, problem.head_dim});
+  const std::vector<at::Tensor> outputs = all_outputs.unbind(0);
   return {"single_query",
           [&inputs, options, outputs](std::int64_t cache) {
             const auto at = static_cast<std::size_t>(cache);

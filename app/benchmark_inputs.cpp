@@ -9,7 +9,7 @@
 namespace single_query::benchmark {
 namespace {
 
-constexpr std::int64_t most_caches = 4096;
+constexpr std::int64_t most_caches = 2048;
 
 std::int64_t pages_for(std::int64_t keys, std::int64_t page_size) {
   return (keys + page_size - 1) / page_size;

@@ -35,8 +35,7 @@ struct Inputs {
   std::int64_t caches() const { return static_cast<std::int64_t>(key.size()); }
 };
 
-// cold_bytes: what one round through all caches reads at least, up to 4,096 caches and as far as memory_limit (bytes)
-// allows.
+// cold_bytes: what one round through all caches reads at least, where 2,048 caches and memory_limit (bytes) suffice.
 Inputs make_inputs(const Problem& problem, at::Device device, double cold_bytes, double memory_limit);
 
 // Attention over cache `cache` in double, with a bound on the error of a correct implementation for each element.

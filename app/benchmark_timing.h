@@ -20,7 +20,8 @@ struct Timing {
 // The functions for CUDA run on the current stream, which must not be the default stream.
 
 // A graph of at least 8 calls, `caches` or more, replayed 25 times (5 times where that would take over 3 seconds).
-// Before each replay, untimed, other memory of several times the size of the L2 is read: `flush` false leaves that out.
+// Before each replay, untimed, other memory of several times the size of the L2 is read, so that every call's reads are
+// cold even where all caches together are small; `flush` false leaves that out.
 Timing time_in_graph(const Call& call, std::int64_t caches, bool flush);
 
 // Calls in a row, 25 times, with the time until the last one has ended.

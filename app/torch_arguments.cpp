@@ -48,7 +48,7 @@ struct CacheStrides {
 void set_query(AttentionProblem& problem, const at::Tensor& query) {
   const QueryAxes axes(query);
   TORCH_CHECK(query.dim() != 4 || axis_size(query, 2) == 1, "query has ", axis_size(query, 2),
-              " positions in axis 2 of [B, Hq, 1, D]; it must have 1");
+              " positions in axis 2 of [B, Hq, 1, D]: it must have 1");
   check_last_axis_contiguous("query", query);
   problem.dtype = data_type(query.scalar_type());
   problem.batch = size_or_one(query, axes.batch);
@@ -60,10 +60,10 @@ void set_query(AttentionProblem& problem, const at::Tensor& query) {
 
 void set_cache(AttentionProblem& problem, const at::Tensor& key, const at::Tensor& value, bool paged) {
   TORCH_CHECK(axis_size(key, key.dim() - 1) == problem.head_dim, "key has head_dim ", axis_size(key, key.dim() - 1),
-              "; it must be the query's, ", problem.head_dim);
+              ": it must be the query's, ", problem.head_dim);
   TORCH_CHECK(paged || key.dim() < 4 || axis_size(key, 0) == problem.batch, "key has batch ", axis_size(key, 0),
-              "; it must be the query's, ", problem.batch);
-  TORCH_CHECK(value.sizes() == key.sizes(), "value has shape ", value.sizes(), "; it must be the key's, ", key.sizes());
+              ": it must be the query's, ", problem.batch);
+  TORCH_CHECK(value.sizes() == key.sizes(), "value has shape ", value.sizes(), ": it must be the key's, ", key.sizes());
   check_last_axis_contiguous("key", key);
   check_last_axis_contiguous("value", value);
   problem.pages = size_or_one(key, key.dim() - 4);
@@ -81,7 +81,7 @@ void set_cache(AttentionProblem& problem, const at::Tensor& key, const at::Tenso
 
 void set_page_table(AttentionProblem& problem, const at::Tensor& page_table) {
   TORCH_CHECK(axis_size(page_table, 0) == problem.batch, "page_table has ", axis_size(page_table, 0),
-              " rows; it must have the query's batch, ", problem.batch);
+              " rows: it must have the query's batch, ", problem.batch);
   problem.max_pages = axis_size(page_table, 1);
   problem.page_table_stride_batch = axis_stride(page_table, 0);
   problem.page_table_stride_page = axis_stride(page_table, 1);
@@ -89,7 +89,7 @@ void set_page_table(AttentionProblem& problem, const at::Tensor& page_table) {
 
 void set_lengths(AttentionProblem& problem, const at::Tensor& lengths) {
   TORCH_CHECK(axis_size(lengths, 0) == problem.batch, "lengths has ", axis_size(lengths, 0),
-              " elements; it must have the query's batch, ", problem.batch);
+              " elements: it must have the query's batch, ", problem.batch);
   problem.lengths_type = lengths.scalar_type() == at::kLong ? LengthType::int64 : LengthType::int32;
   problem.lengths_stride = axis_stride(lengths, 0);
 }
@@ -101,14 +101,14 @@ std::int64_t broadcast_stride(const at::Tensor& mask, std::int64_t from_end, std
     return 0;
   }
   TORCH_CHECK(axis_size(mask, axis) == size || axis_size(mask, axis) == 1, "attn_mask has shape ", mask.sizes(),
-              "; its axis ", axis, " must have size 1 or ", size, " (", what, ")");
+              ": its axis ", axis, " must have size 1 or ", size, " (", what, ")");
   return axis_size(mask, axis) == size ? axis_stride(mask, axis) : 0;
 }
 
 void set_mask(AttentionProblem& problem, const at::Tensor& mask) {
   const bool with_query_axis = mask.dim() == 4;
   TORCH_CHECK(!with_query_axis || axis_size(mask, 2) == 1, "attn_mask has shape ", mask.sizes(),
-              "; axis 2 of [B, Hq, 1, N] must have size 1");
+              ": axis 2 of [B, Hq, 1, N] must have size 1");
   const std::int64_t skip = with_query_axis ? 1 : 0;
   switch (mask.scalar_type()) {
   case at::kBool:
@@ -132,7 +132,7 @@ void set_alibi_slopes(AttentionProblem& problem, const at::Tensor& slopes) {
   const bool per_row = slopes.dim() == 2;
   TORCH_CHECK(axis_size(slopes, slopes.dim() - 1) == problem.query_heads &&
                   (!per_row || axis_size(slopes, 0) == problem.batch),
-              "alibi_slopes has shape ", slopes.sizes(), "; it must be [", problem.query_heads, "] or [", problem.batch,
+              "alibi_slopes has shape ", slopes.sizes(), ": it must be [", problem.query_heads, "] or [", problem.batch,
               ", ", problem.query_heads, "]");
   problem.alibi_stride_batch = per_row ? axis_stride(slopes, 0) : 0;
   problem.alibi_stride_head = axis_stride(slopes, slopes.dim() - 1);
@@ -140,20 +140,20 @@ void set_alibi_slopes(AttentionProblem& problem, const at::Tensor& slopes) {
 
 void set_sinks(AttentionProblem& problem, const at::Tensor& sinks) {
   TORCH_CHECK(axis_size(sinks, 0) == problem.query_heads, "sinks has ", axis_size(sinks, 0),
-              " elements; it must have one per query head, ", problem.query_heads);
+              " elements: it must have one per query head, ", problem.query_heads);
   problem.sinks_stride = axis_stride(sinks, 0);
 }
 
 // A number that has to survive the way into float32.
 float float_argument(const char* name, double value) {
   const auto narrowed = static_cast<float>(value);
-  TORCH_CHECK(std::isfinite(narrowed), name, " is ", value, "; it must be finite in float32");
+  TORCH_CHECK(std::isfinite(narrowed), name, " is ", value, ": it must be finite in float32");
   return narrowed;
 }
 
 // An optional count. The raw interface's 0 means absent, which a given 0 must not.
 std::int64_t count_argument(const char* name, const std::optional<std::int64_t>& value) {
-  TORCH_CHECK(!value || *value >= 1, name, " is ", *value, "; it must be 1 or more, or be left out");
+  TORCH_CHECK(!value || *value >= 1, name, " is ", *value, ": it must be 1 or more, or be left out");
   return value.value_or(0);
 }
 
@@ -163,7 +163,7 @@ void set_numbers(AttentionProblem& problem, const AttentionOptions& options) {
                                 : 1.0f / std::sqrt(static_cast<float>(problem.head_dim > 0 ? problem.head_dim : 1));
   problem.softcap = float_argument("softcap", options.softcap);
   TORCH_CHECK(problem.softcap != 0 || options.softcap == 0, "softcap is ", options.softcap,
-              "; it must be 0 or a number that float32 can tell from 0");
+              ": it must be 0 or a number that float32 can tell from 0");
   problem.window = count_argument("window", options.window);
   problem.split_size = count_argument("split_size", options.split_size);
 }
@@ -196,10 +196,10 @@ void check_attention_types(const at::Tensor& query, const at::Tensor& key, const
   check_defined("value", value);
   check_floating("query", query);
   TORCH_CHECK(query.dim() >= 1 && query.dim() <= 4, "query has ", query.dim(),
-              " axes; it must be [D], [Hq, D], [B, Hq, D] or [B, Hq, 1, D]");
+              " axes: it must be [D], [Hq, D], [B, Hq, D] or [B, Hq, 1, D]");
   const auto check_cache = [&](const char* name, const at::Tensor& cache) {
     TORCH_CHECK(cache.scalar_type() == query.scalar_type(), name, " has dtype ", cache.scalar_type(),
-                "; it must be the query's, ", query.scalar_type());
+                ": it must be the query's, ", query.scalar_type());
     check_same_device(name, cache, "query", query);
     const std::int64_t axes = query.dim() == 4 ? 4 : query.dim() + 1;
     TORCH_CHECK(cache.dim() == axes, name, " has ", cache.dim(), " axes; with a query of ", query.dim(),
@@ -211,31 +211,31 @@ void check_attention_types(const at::Tensor& query, const at::Tensor& key, const
   if (is_given("attn_mask", options.attn_mask, query)) {
     const at::ScalarType type = options.attn_mask->scalar_type();
     TORCH_CHECK(type == at::kBool || type == at::kFloat || type == query.scalar_type(), "attn_mask has dtype ", type,
-                "; it must be Bool, Float or the query's, ", query.scalar_type());
+                ": it must be Bool, Float or the query's, ", query.scalar_type());
     TORCH_CHECK(options.attn_mask->dim() <= 4, "attn_mask has ", options.attn_mask->dim(),
-                " axes; it must be broadcastable to [B, Hq, N] or [B, Hq, 1, N]");
+                " axes: it must be broadcastable to [B, Hq, N] or [B, Hq, 1, N]");
   }
   if (is_given("lengths", options.lengths, query)) {
     const at::ScalarType type = options.lengths->scalar_type();
-    TORCH_CHECK(type == at::kInt || type == at::kLong, "lengths has dtype ", type, "; it must be Int or Long");
+    TORCH_CHECK(type == at::kInt || type == at::kLong, "lengths has dtype ", type, ": it must be Int or Long");
     check_axes("lengths", *options.lengths, 1, "[B]");
   }
   if (is_given("page_table", options.page_table, query)) {
     const at::ScalarType type = options.page_table->scalar_type();
-    TORCH_CHECK(type == at::kInt, "page_table has dtype ", type, "; it must be Int");
+    TORCH_CHECK(type == at::kInt, "page_table has dtype ", type, ": it must be Int");
     check_axes("page_table", *options.page_table, 2, "[B, max_pages]");
     TORCH_CHECK(query.dim() >= 3, "query has ", query.dim(), " axes; with page_table it must have 3 or 4");
     TORCH_CHECK(options.lengths.has_value(), "lengths is missing; page_table needs it");
   }
   if (is_given("alibi_slopes", options.alibi_slopes, query)) {
     const at::ScalarType type = options.alibi_slopes->scalar_type();
-    TORCH_CHECK(type == at::kFloat, "alibi_slopes has dtype ", type, "; it must be Float");
+    TORCH_CHECK(type == at::kFloat, "alibi_slopes has dtype ", type, ": it must be Float");
     const std::int64_t axes = options.alibi_slopes->dim();
-    TORCH_CHECK(axes == 1 || axes == 2, "alibi_slopes has ", axes, " axes; it must be [Hq] or [B, Hq]");
+    TORCH_CHECK(axes == 1 || axes == 2, "alibi_slopes has ", axes, " axes: it must be [Hq] or [B, Hq]");
   }
   if (is_given("sinks", options.sinks, query)) {
     const at::ScalarType type = options.sinks->scalar_type();
-    TORCH_CHECK(type == at::kFloat, "sinks has dtype ", type, "; it must be Float");
+    TORCH_CHECK(type == at::kFloat, "sinks has dtype ", type, ": it must be Float");
     check_axes("sinks", *options.sinks, 1, "[Hq]");
   }
 }
@@ -271,14 +271,14 @@ AttentionProblem attention_problem(const at::Tensor& query, const at::Tensor& ke
 void check_out_type(const at::Tensor& out, const at::Tensor& query) {
   check_defined("out", out);
   TORCH_CHECK(out.scalar_type() == query.scalar_type(), "out has dtype ", out.scalar_type(),
-              "; it must be the query's, ", query.scalar_type());
+              ": it must be the query's, ", query.scalar_type());
   check_same_device("out", out, "query", query);
   check_axes("out", out, query.dim(), "the query's");
 }
 
 void set_output(AttentionProblem& problem, const at::Tensor& out, const at::Tensor& query, Pointers pointers) {
   check_out_type(out, query);
-  TORCH_CHECK(out.sizes() == query.sizes(), "out has shape ", out.sizes(), "; it must be the query's, ", query.sizes());
+  TORCH_CHECK(out.sizes() == query.sizes(), "out has shape ", out.sizes(), ": it must be the query's, ", query.sizes());
   check_last_axis_contiguous("out", out);
   const QueryAxes axes(out);
   problem.output_stride_batch = stride_or_zero(out, axes.batch);

@@ -11,6 +11,8 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <optional>
+#include <string>
+#include <string_view>
 
 namespace single_query {
 namespace {
@@ -23,7 +25,7 @@ const ParallelFor torch_parallel_for = [](std::int64_t tasks, const auto& body) 
 struct Place {
   Place(const char* name, const at::Tensor& tensor) : device(tensor.device()) {
     TORCH_CHECK(device.is_cuda() || device.is_cpu(), name, " is on ", device,
-                "; it must be on a CUDA device or the CPU");
+                ": it must be on a CUDA device or the CPU");
     if (device.is_cuda()) {
       guard.set_device(device);
     }
@@ -40,18 +42,23 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, const Place& place)
                                            : at::detail::empty_cpu(sizes, type));
 }
 
-// An error of the raw interface becomes LibTorch's, with the same message.
+// An error of the raw interface becomes LibTorch's, with the same message but for the caller's name of the output.
 template <typename Body>
-void with_torch_errors(const Body& body) {
+void with_torch_errors(const char* output_name, const Body& body) {
   try {
     body();
   } catch (const Error& error) {
-    TORCH_CHECK(false, error.what());
+    constexpr std::string_view raw_name = " output is ";
+    std::string message = error.what();
+    if (const std::size_t at = message.find(raw_name); at != std::string::npos) {
+      message.replace(at, raw_name.size(), std::string(" ") + output_name + " is ");
+    }
+    TORCH_CHECK(false, message);
   }
 }
 
-void compute(const AttentionProblem& problem, const Place& place) {
-  with_torch_errors([&] {
+void compute(const AttentionProblem& problem, const Place& place, const char* output_name = "output") {
+  with_torch_errors(output_name, [&] {
     if (place.device.is_cuda()) {
       const std::size_t bytes = attention_workspace_bytes(problem);
       const c10::cuda::CUDAStream stream = place.stream();
@@ -81,7 +88,7 @@ at::Tensor& attention_out_kernel(const at::Tensor& query, const at::Tensor& key,
                                  const AttentionOptions& options, at::Tensor& out) {
   AttentionProblem problem = attention_problem(query, key, value, options, Pointers::yes);
   set_output(problem, out, query, Pointers::yes);
-  compute(problem, Place("query", query));
+  compute(problem, Place("query", query), "out");
   if (!out.is_inference()) {
     out.unsafeGetTensorImpl()->bump_version(); // autograd may have saved what was just overwritten
   }
@@ -106,7 +113,7 @@ std::tuple<at::Tensor, at::Tensor> merge_kernel(const at::Tensor& outputs, const
   at::Tensor output = empty(outputs.sizes().slice(1), outputs.scalar_type(), place);
   at::Tensor output_lse = empty(lse.sizes().slice(1), at::kFloat, place);
   set_dense_outputs(problem, output, output_lse);
-  with_torch_errors([&] {
+  with_torch_errors("output", [&] {
     if (place.device.is_cuda()) {
       merge(problem, place.stream());
     } else {

@@ -138,7 +138,7 @@ at::Tensor& attention_out_functionalized(const at::Tensor& query, const at::Tens
       *tensor = unwrapped(**tensor);
     }
   }
-  TORCH_CHECK(functional::isFunctionalTensor(out), "out is not part of the graph that is being traced; it must be");
+  TORCH_CHECK(functional::isFunctionalTensor(out), "out is not part of the graph that is being traced: it must be");
   at::AutoDispatchSkipFunctionalize below;
   functional::replace_(out, attention(unwrapped(query), unwrapped(key), unwrapped(value), inner));
   functional::commit_update(out);

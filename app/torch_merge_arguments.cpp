@@ -31,7 +31,7 @@ std::array<MiddleAxis, 2> middle_axes(const at::Tensor& outputs, const at::Tenso
     } else {
       TORCH_CHECK(inner == 1, "outputs has shape ", outputs.sizes(), " and strides ", outputs.strides(),
                   " and lse has strides ", lse.strides(),
-                  "; the axes between the first and head_dim must collapse to at most two strides in both");
+                  ": the axes between the first and head_dim must collapse to at most two strides in both");
       axes[--inner] = next;
     }
   }
@@ -44,16 +44,16 @@ void check_merge_types(const at::Tensor& outputs, const at::Tensor& lse) {
   check_defined("outputs", outputs);
   check_defined("lse", lse);
   check_floating("outputs", outputs);
-  TORCH_CHECK(lse.scalar_type() == at::kFloat, "lse has dtype ", lse.scalar_type(), "; it must be Float");
+  TORCH_CHECK(lse.scalar_type() == at::kFloat, "lse has dtype ", lse.scalar_type(), ": it must be Float");
   check_same_device("lse", lse, "outputs", outputs);
-  TORCH_CHECK(outputs.dim() >= 2, "outputs has ", outputs.dim(), " axes; it must be [P, ..., D], 2 or more");
+  TORCH_CHECK(outputs.dim() >= 2, "outputs has ", outputs.dim(), " axes: it must be [P, ..., D], 2 or more");
   check_axes("lse", lse, outputs.dim() - 1, "those of outputs without head_dim");
 }
 
 MergeProblem merge_problem(const at::Tensor& outputs, const at::Tensor& lse, Pointers pointers) {
   check_merge_types(outputs, lse);
   TORCH_CHECK(lse.sizes() == outputs.sizes().slice(0, static_cast<std::size_t>(lse.dim())), "lse has shape ",
-              lse.sizes(), "; it must be that of outputs without head_dim; outputs has ", outputs.sizes());
+              lse.sizes(), ": it must be that of outputs without head_dim; outputs has ", outputs.sizes());
   check_last_axis_contiguous("outputs", outputs);
   const auto [batch, head] = middle_axes(outputs, lse);
   MergeProblem problem;

@@ -1,4 +1,4 @@
-// Validate, plan, dispatch, launch. The only list of data types and head dims: a new one is a line in select_kernel.
+// Validate, plan, dispatch, launch. The only list of data types and head dims is in select_kernel.
 #include "device.h"
 #include "simt_attention.cuh"
 #include "tensor_core_attention.cuh"
@@ -15,72 +15,56 @@ struct Kernel {
   const void* function;
   BodyTraits body;
   int tile_heads;
-  int padded_dim;
+  int head_shift; // of the partial states
   int (*shared_bytes)(const SplitPlan& plan);
   std::atomic<std::uint64_t>* prepared; // a bit per device
 };
 
-template <class Shape, bool modified>
+// Devices that know how much shared memory a kernel may use.
+template <class Shape>
 std::atomic<std::uint64_t> prepared_devices{0};
 
 template <class Shape>
-Kernel tensor_core_kernel(bool modified) {
+Kernel tensor_core_kernel() {
   constexpr bool wide = Shape::padded_dim == 256;
   constexpr int most_warps = wide || Shape::head_blocks > 1 ? 4 : 8; // what fits into shared memory
-  return {modified ? reinterpret_cast<const void*>(&tensor_core_attention<Shape, true>)
-                   : reinterpret_cast<const void*>(&tensor_core_attention<Shape, false>),
+  return {reinterpret_cast<const void*>(&tensor_core_attention<Shape>),
           {step_keys, 4, wide ? 1 : 2, most_warps, 128},
           Shape::tile_heads,
-          Shape::padded_dim,
+          Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          modified ? &prepared_devices<Shape, true> : &prepared_devices<Shape, false>};
+          &prepared_devices<Shape>};
 }
 
 template <class Shape>
-Kernel simt_kernel(bool modified) {
-  return {modified ? reinterpret_cast<const void*>(&simt_attention<Shape, true>)
-                   : reinterpret_cast<const void*>(&simt_attention<Shape, false>),
+Kernel simt_kernel() {
+  return {reinterpret_cast<const void*>(&simt_attention<Shape>),
           {Shape::step_keys, 8, 2, 8, 4 * Shape::step_keys},
           Shape::tile_heads,
-          Shape::padded_dim,
+          Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          modified ? &prepared_devices<Shape, true> : &prepared_devices<Shape, false>};
+          &prepared_devices<Shape>};
 }
 
-template <typename Scalar>
-Kernel select_tensor_core_kernel(std::int64_t head_dim, int group, bool modified) {
-  if (head_dim <= 64) {
-    return group <= 8 ? tensor_core_kernel<TensorCoreShape<Scalar, 64, 1>>(modified)
-                      : tensor_core_kernel<TensorCoreShape<Scalar, 64, 2>>(modified);
-  }
-  if (head_dim <= 128) {
-    return group <= 8 ? tensor_core_kernel<TensorCoreShape<Scalar, 128, 1>>(modified)
-                      : tensor_core_kernel<TensorCoreShape<Scalar, 128, 2>>(modified);
-  }
-  return tensor_core_kernel<TensorCoreShape<Scalar, 256, 1>>(modified);
-}
-
-Kernel select_simt_kernel(std::int64_t head_dim, int group, bool modified) {
-  if (head_dim <= 64) {
-    return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>(modified) : simt_kernel<SimtShape<16, 1, 8>>(modified);
-  }
-  if (head_dim <= 128) {
-    return group == 1 ? simt_kernel<SimtShape<8, 4, 1>>(modified) : simt_kernel<SimtShape<32, 1, 8>>(modified);
-  }
-  return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>(modified) : simt_kernel<SimtShape<32, 2, 8>>(modified);
-}
-
+// float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others.
 Kernel select_kernel(const AttentionProblem& problem, int group) {
-  const bool modified =
-      problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
-  switch (problem.dtype) {
-  case DataType::float16:
-    return select_tensor_core_kernel<__half>(problem.head_dim, group, modified);
-  case DataType::bfloat16:
-    return select_tensor_core_kernel<__nv_bfloat16>(problem.head_dim, group, modified);
-  default: // float32; validate() has refused everything else
-    return select_simt_kernel(problem.head_dim, group, modified);
+  const std::int64_t head_dim = problem.head_dim;
+  if (problem.dtype == DataType::float32) {
+    if (head_dim <= 64) {
+      return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>() : simt_kernel<SimtShape<16, 1, 8>>();
+    }
+    if (head_dim <= 128) {
+      return group == 1 ? simt_kernel<SimtShape<8, 4, 1>>() : simt_kernel<SimtShape<32, 1, 8>>();
+    }
+    return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>() : simt_kernel<SimtShape<32, 2, 8>>();
   }
+  if (head_dim <= 64) {
+    return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>() : tensor_core_kernel<TensorCoreShape<64, 2>>();
+  }
+  if (head_dim <= 128) {
+    return group <= 8 ? tensor_core_kernel<TensorCoreShape<128, 1>>() : tensor_core_kernel<TensorCoreShape<128, 2>>();
+  }
+  return tensor_core_kernel<TensorCoreShape<256, 1>>();
 }
 
 // The widest copy, 16 or 4 bytes or one element, that every row of a tensor allows.
@@ -106,8 +90,10 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   KernelArguments& args = plan.arguments;
   args.problem = problem;
   args.group = static_cast<int>(problem.query_heads / problem.kv_heads);
+  args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
   plan.kernel = select_kernel(problem, args.group);
   args.tile_heads = std::min(plan.kernel.tile_heads, args.group);
+  args.head_shift = plan.kernel.head_shift;
   args.tiles = (args.group + args.tile_heads - 1) / args.tile_heads;
   args.least_block_keys = plan.kernel.body.least_block_keys;
   const std::int64_t rows = problem.batch * problem.kv_heads * args.tiles;
@@ -124,7 +110,7 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
                               : split.pieces_are_units
                                   ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
                                   : 2ull * split.blocks;
-  plan.partial_elements = slots * args.tile_heads * (plan.kernel.padded_dim / 4);
+  plan.partial_elements = slots * args.tile_heads << args.head_shift;
   return plan;
 }
 

@@ -13,11 +13,12 @@
 
 namespace single_query {
 
+using Element = std::uint16_t; // float16 or bfloat16: moving them is all the same
+
 constexpr int step_keys = 16; // keys of one warp step: the M side of the matrix instruction
 
-template <typename Scalar, int padded_dim>
+template <int padded_dim>
 struct CacheRing {
-  static_assert(sizeof(Scalar) == 2);
   static constexpr int stages = padded_dim >= 128 ? 2 : 4;
   static constexpr int tile_bytes = step_keys * padded_dim * 2;
   static constexpr int warp_bytes = stages * 2 * tile_bytes;
@@ -46,47 +47,44 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
   }
 }
 
-// The 16 keys of one warp step. With a page table lane l keeps the place of key l % 16.
-struct Step {
-  std::uint32_t key = 0, end = 0; // first key, end of the piece; key >= end: nothing to read
-  std::int64_t batch = 0;
-  KeySlot slot = {0, 0};
-};
-
-// Row `row` of the step in one of the two caches, or null if there is nothing to read. All lanes of the warp call it.
-template <typename Scalar>
-__device__ __forceinline__ const Scalar* step_row(const AttentionProblem& problem, const Step& step, int row,
-                                                  const Scalar* head, std::int64_t stride_page,
-                                                  std::int64_t stride_slot) {
-  const std::uint32_t key = step.key + row;
-  if (problem.page_table != nullptr) {
-    const std::int64_t page = __shfl_sync(0xffffffffu, step.slot.page, row);
-    const std::int64_t slot = __shfl_sync(0xffffffffu, step.slot.slot, row);
-    return key < step.end && page_exists(problem, page) ? head + page * stride_page + slot * stride_slot : nullptr;
+// One tile, any alignment. Lane l knows where row l % 16 begins, in elements from `head`; negative: nothing to read.
+template <int padded_dim>
+__device__ __forceinline__ void copy_tile_by_chunks(unsigned char* tile, const Element* head, std::int64_t own_row,
+                                                    int head_dim) {
+  constexpr int row_lanes = padded_dim / 8;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int chunk = lane % row_lanes;
+#pragma unroll
+  for (int i = 0; i < step_keys * row_lanes / 32; ++i) {
+    const int row = i * (32 / row_lanes) + lane / row_lanes;
+    const std::int64_t offset = __shfl_sync(0xffffffffu, own_row, row);
+    const bool valid = offset >= 0 && chunk * 8 < head_dim;
+    copy_async<16>(CacheRing<padded_dim>::chunk_address(tile, row, chunk),
+                   head + (valid ? offset + chunk * 8 : 0), valid ? 16 : 0);
   }
-  return key < step.end ? head + step.batch * stride_page + key * stride_slot : nullptr;
 }
 
-// A tile by pairs of elements, for any alignment: asynchronously where pairs are aligned (copy_bytes 4). Out of line
-// and with plain arguments, so that the fast path stays small and in registers.
-template <typename Scalar, int padded_dim>
-__device__ __noinline__ void copy_tile_by_pairs(const AttentionProblem& problem, unsigned char* tile, Step step,
-                                                const Scalar* head, std::int64_t stride_page, std::int64_t stride_slot,
-                                                int copy_bytes) {
-  const int head_dim = static_cast<int>(problem.head_dim);
-#pragma unroll 4
+// The same by pairs of elements where chunks are not aligned: asynchronously where pairs are (copy_bytes 4). Out of
+// line and with plain arguments, so that the fast path stays small and in registers.
+template <int padded_dim>
+__device__ __noinline__ void copy_tile_out_of_line(unsigned char* tile, const Element* head, std::int64_t own_row,
+                                                int head_dim, int copy_bytes) {
+  if (copy_bytes == 16) {
+    copy_tile_by_chunks<padded_dim>(tile, head, own_row, head_dim);
+    return;
+  }
+#pragma unroll 2
   for (int row = 0; row < step_keys; ++row) {
-    const Scalar* source = step_row(problem, step, row, head, stride_page, stride_slot);
+    const std::int64_t offset = __shfl_sync(0xffffffffu, own_row, row);
 #pragma unroll
     for (int i = 0; i < padded_dim / 64; ++i) {
       const int pair = i * 32 + static_cast<int>(threadIdx.x % 32);
-      unsigned char* destination =
-          CacheRing<Scalar, padded_dim>::chunk_address(tile, row, pair / 4) + pair % 4 * 4;
-      const int valid = source == nullptr ? 0 : max(0, min(2, head_dim - 2 * pair));
+      unsigned char* destination = CacheRing<padded_dim>::chunk_address(tile, row, pair / 4) + pair % 4 * 4;
+      const int valid = offset < 0 ? 0 : max(0, min(2, head_dim - 2 * pair));
       if (copy_bytes == 4) {
-        copy_async<4>(destination, valid > 0 ? source + 2 * pair : head, 2 * valid);
+        copy_async<4>(destination, head + (valid > 0 ? offset + 2 * pair : 0), 2 * valid);
       } else {
-        const auto* bits = reinterpret_cast<const std::uint16_t*>(source) + 2 * pair;
+        const Element* bits = head + offset + 2 * pair;
         const std::uint32_t low = valid > 0 ? __ldg(bits) : 0;
         const std::uint32_t high = valid > 1 ? __ldg(bits + 1) : 0;
         *reinterpret_cast<std::uint32_t*>(destination) = low | high << 16;
@@ -97,42 +95,56 @@ __device__ __noinline__ void copy_tile_by_pairs(const AttentionProblem& problem,
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
 // Sequence per step: copy_keys(stage), copy_values(stage), advance().
-template <typename Scalar, int padded_dim>
+template <int padded_dim>
 class CacheReader {
-  using Ring = CacheRing<Scalar, padded_dim>;
+  using Ring = CacheRing<padded_dim>;
 
 public:
   // first_key: of this warp, relative to a piece's begin; stride: keys that all warps take in a step together.
-  __device__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces& pieces, std::uint32_t first_key,
-                         std::uint32_t stride)
+  __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces& pieces,
+                                         std::uint32_t first_key, std::uint32_t stride)
       : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), stride_(stride) {
-    next_piece();
+    advance();
   }
 
+  // steady: in the main loop, where paged copies are worth their code; else they go out of line.
+  template <bool steady>
   __device__ __forceinline__ void copy_keys(int stage) {
     const AttentionProblem& problem = args_.problem;
-    copy_tile(Ring::key_tile(ring_, stage), static_cast<const Scalar*>(problem.key) + kv_head_ * problem.key_stride_head,
+    copy_tile<steady>(Ring::key_tile(ring_, stage), static_cast<const Element*>(problem.key) + kv_head_ * problem.key_stride_head,
               problem.key_stride_page, problem.key_stride_slot, args_.key_copy_bytes);
     if (problem.page_table != nullptr) {
-      const bool missing = step_.key + lane() % step_keys < step_.end && !page_exists(problem, step_.slot.page);
+      const bool missing = key_ + lane() % step_keys < end_ && !page_exists(problem, slot_.page);
       const unsigned bit = 1u << stage;
       missing_ = __any_sync(0xffffffffu, missing) ? missing_ | bit : missing_ & ~bit;
     }
   }
 
+  template <bool steady>
   __device__ __forceinline__ void copy_values(int stage) {
     const AttentionProblem& problem = args_.problem;
-    copy_tile(Ring::value_tile(ring_, stage),
-              static_cast<const Scalar*>(problem.value) + kv_head_ * problem.value_stride_head,
+    copy_tile<steady>(Ring::value_tile(ring_, stage),
+              static_cast<const Element*>(problem.value) + kv_head_ * problem.value_stride_head,
               problem.value_stride_page, problem.value_stride_slot, args_.value_copy_bytes);
   }
 
   __device__ __forceinline__ void advance() {
-    step_.key += stride_;
-    if (step_.key >= step_.end) {
-      next_piece();
-    } else {
-      look_up_page();
+    key_ += stride_;
+    while (key_ >= end_) {
+      Piece piece;
+      if (!pieces_.next(piece)) {
+        key_ = end_ = 0; // nothing is in range any more
+        return;
+      }
+      key_ = piece.keys.begin + first_key_;
+      end_ = piece.keys.end;
+      batch_ = piece.batch;
+      kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
+    }
+    if (args_.problem.page_table != nullptr) {
+      // One read of the table a step, under way a whole step before its result is needed.
+      const std::uint32_t key = key_ + lane() % step_keys;
+      slot_ = key < end_ ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
     }
   }
 
@@ -142,46 +154,41 @@ public:
 private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
 
-  __device__ void next_piece() {
-    Piece piece;
-    do {
-      if (!pieces_.next(piece)) {
-        step_.key = step_.end = 0;
-        return;
-      }
-      step_.key = piece.keys.begin + first_key_;
-      step_.end = piece.keys.end;
-    } while (step_.key >= step_.end);
-    step_.batch = piece.batch;
-    kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
-    look_up_page();
-  }
-
-  // So a page table costs one read a step, under way a whole step before its result is needed.
-  __device__ __forceinline__ void look_up_page() {
-    if (args_.problem.page_table != nullptr) {
-      const std::uint32_t key = step_.key + lane() % step_keys;
-      step_.slot = key < step_.end ? key_slot(args_.problem, step_.batch, key) : KeySlot{-1, 0};
+  // Start of row lane % 16 of the coming step; negative: nothing to read.
+  __device__ __forceinline__ std::int64_t own_row(std::int64_t stride_page, std::int64_t stride_slot) const {
+    const std::uint32_t key = key_ + lane() % step_keys;
+    if (key >= end_) {
+      return -1;
     }
+    if (args_.problem.page_table == nullptr) {
+      return batch_ * stride_page + key * stride_slot;
+    }
+    return page_exists(args_.problem, slot_.page) ? slot_.page * stride_page + slot_.slot * stride_slot : -1;
   }
 
-  __device__ __forceinline__ void copy_tile(unsigned char* tile, const Scalar* head, std::int64_t stride_page,
+  template <bool steady>
+  __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* head, std::int64_t stride_page,
                                             std::int64_t stride_slot, int copy_bytes) {
-    if (step_.key < step_.end) {
-      if (copy_bytes == 16) {
-        constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
-        constexpr int rows_at_once = 32 / row_lanes;
-        const int chunk = lane() % row_lanes;
-        const bool in_row = chunk * 8 < static_cast<int>(args_.problem.head_dim);
+    constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
+    constexpr int rows_at_once = 32 / row_lanes;
+    constexpr int copies = step_keys / rows_at_once;
+    const int head_dim = static_cast<int>(args_.problem.head_dim);
+    const bool paged = args_.problem.page_table != nullptr;
+    if (copy_bytes < 16 || (!steady && paged)) {
+      copy_tile_out_of_line<padded_dim>(tile, head, own_row(stride_page, stride_slot), head_dim, copy_bytes);
+    } else if (paged) {
+      copy_tile_by_chunks<padded_dim>(tile, head, own_row(stride_page, stride_slot), head_dim);
+    } else if (key_ < end_) {
+      const int chunk = lane() % row_lanes;
+      const int first_row = lane() / row_lanes;
+      const Element* source = head + batch_ * stride_page + (key_ + first_row) * stride_slot + chunk * 8;
+      const int rows = chunk * 8 < head_dim ? static_cast<int>(min(end_ - key_, 16u)) - first_row : 0;
 #pragma unroll
-        for (int i = 0; i < step_keys / rows_at_once; ++i) {
-          const int row = i * rows_at_once + lane() / row_lanes;
-          const Scalar* source = step_row(args_.problem, step_, row, head, stride_page, stride_slot);
-          const bool valid = source != nullptr && in_row;
-          copy_async<16>(Ring::chunk_address(tile, row, chunk), valid ? source + chunk * 8 : head, valid ? 16 : 0);
-        }
-      } else {
-        copy_tile_by_pairs<Scalar, padded_dim>(args_.problem, tile, step_, head, stride_page, stride_slot, copy_bytes);
+      for (int i = 0; i < copies; ++i) {
+        // Of a row that is not there nothing is read, so its address does not matter.
+        const bool valid = i * rows_at_once < rows;
+        copy_async<16>(Ring::chunk_address(tile, i * rows_at_once + first_row, chunk), source, valid ? 16 : 0);
+        source += rows_at_once * stride_slot;
       }
     }
     __pipeline_commit();
@@ -191,9 +198,11 @@ private:
   unsigned char* ring_;
   Pieces pieces_;
   std::uint32_t first_key_, stride_;
-  Step step_;
+  std::uint32_t key_ = 0, end_ = 0; // first key of the coming step, end of its piece
+  std::int64_t batch_ = 0;
   std::uint32_t kv_head_ = 0;
-  unsigned missing_ = 0; // a bit per stage
+  KeySlot slot_ = {0, 0}; // of key key_ + lane % 16
+  unsigned missing_ = 0;  // a bit per stage
 };
 
 } // namespace single_query

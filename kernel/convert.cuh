@@ -9,10 +9,7 @@
 namespace single_query {
 
 // The power of two that values are accumulated with, see softmax_state.h.
-template <typename Scalar>
-__host__ __device__ constexpr float value_scale() {
-  return std::is_same_v<Scalar, __half> ? float16_value_scale : wide_value_scale;
-}
+__device__ __forceinline__ float value_scale(bool half) { return half ? float16_value_scale : wide_value_scale; }
 
 template <typename Scalar>
 __device__ __forceinline__ Scalar from_float(float x) {

@@ -1,10 +1,10 @@
 // From the softmax states of a block's warps to the output of their row: fold the warps, fold the blocks of a cluster
 // (they push their states to the block that owns a slice of the output), fold the pieces of a row that is cut over
 // blocks or clusters (the last to arrive gathers them through global memory), write the result. Both kernel bodies end
-// here.
+// here, in one compiled copy: sizes and types are run-time values.
 //
-// An element is four head dims of one query head: element = head * (padded_dim / 4) + dim / 4. All folds run over
-// elements, take their sources in a fixed order, and so give the same bits every time.
+// An element is four head dims of one query head: element = head << head_shift | dim / 4. All folds run over elements,
+// take their sources in a fixed order, and so give the same bits every time.
 #pragma once
 
 #include "convert.cuh"
@@ -18,20 +18,26 @@ namespace single_query {
 
 using ElementState = SoftmaxState<4>;
 
-// One warp's states in shared memory as the kernel bodies leave them: values[head][staging_pitch], then
+// The states of a block's warps in shared memory as the kernel bodies leave them: of each warp values[head][pitch], then
 // (max_score, sum_exp)[head]. The pitch spreads the tensor cores' fragments over all banks.
-template <int padded_dim>
-struct WarpStaging {
-  static constexpr int pitch = padded_dim + 4;
-  static __host__ __device__ constexpr int floats(int heads) { return (heads * (pitch + 2) + 3) / 4 * 4; }
+struct WarpStates {
   float* base;
-  int heads;
-  __device__ float& value(int head, int dim) const { return base[head * pitch + dim]; }
-  __device__ float2& state(int head) const { return reinterpret_cast<float2*>(base + heads * pitch)[head]; }
-  __device__ ElementState element(int element) const {
-    const int head = element / (padded_dim / 4);
-    const float4 v = *reinterpret_cast<const float4*>(&value(head, element % (padded_dim / 4) * 4));
-    const float2 s = state(head);
+  int warp_stride; // floats
+  int tile_heads;  // room, not all need be in use
+  int head_shift;
+
+  static __host__ __device__ constexpr int pitch(int head_shift) { return (4 << head_shift) + 4; }
+  // Floats of one warp; a multiple of 4.
+  static __host__ __device__ constexpr int floats(int tile_heads, int head_shift) {
+    return (tile_heads * (pitch(head_shift) + 2) + 3) / 4 * 4;
+  }
+  __device__ float* values(int warp, int head) const { return base + warp * warp_stride + head * pitch(head_shift); }
+  __device__ float2& state(int warp, int head) const { return reinterpret_cast<float2*>(values(warp, tile_heads))[head]; }
+  __device__ ElementState element(int warp, int element) const {
+    const int head = element >> head_shift;
+    const int vector = element & ((1 << head_shift) - 1);
+    const float4 v = reinterpret_cast<const float4*>(values(warp, head))[vector];
+    const float2 s = state(warp, head);
     return {s.x, s.y, {v.x, v.y, v.z, v.w}};
   }
 };
@@ -42,28 +48,21 @@ struct ClusterMailbox {
   float4* values;
   float2* states;
   std::uint64_t* full; // mbarrier, counts bytes
-  static __host__ __device__ constexpr int slice(int elements, int cluster_size) {
+  int slice;           // elements of one owner
+
+  static __host__ __device__ constexpr int slice_of(int elements, int cluster_size) {
     return (elements + cluster_size - 1) / cluster_size;
   }
   static __host__ __device__ constexpr int bytes(int elements, int cluster_size, int warps) {
-    return 16 + cluster_size * warps * (slice(elements, cluster_size) + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
+    return 16 + cluster_size * warps * (slice_of(elements, cluster_size) + 1) *
+                    static_cast<int>(sizeof(float4) + sizeof(float2));
   }
   __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size, int warps)
-      : values(reinterpret_cast<float4*>(memory + 16)),
-        states(reinterpret_cast<float2*>(values + cluster_size * warps * (slice(elements, cluster_size) + 1))),
-        full(reinterpret_cast<std::uint64_t*>(memory)) {}
-};
-
-__device__ __forceinline__ ElementState shuffle_xor(const ElementState& state, int offset) {
-  ElementState other;
-  other.max_score = __shfl_xor_sync(0xffffffffu, state.max_score, offset);
-  other.sum_exp = __shfl_xor_sync(0xffffffffu, state.sum_exp, offset);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    other.values[i] = __shfl_xor_sync(0xffffffffu, state.values[i], offset);
+      : values(reinterpret_cast<float4*>(memory + 16)), full(reinterpret_cast<std::uint64_t*>(memory)),
+        slice(slice_of(elements, cluster_size)) {
+    states = reinterpret_cast<float2*>(values + cluster_size * warps * (slice + 1));
   }
-  return other;
-}
+};
 
 // Merge load(begin) .. load(end - 1) in order. The loads of a batch are independent, so that they overlap.
 template <int batch_size, class Load>
@@ -78,26 +77,41 @@ __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::u
       if (i + k < end) {
         sources[k] = load(i + k);
       }
+    }
+#pragma unroll
+    for (int k = 0; k < batch_size; ++k) {
       max_score = fmaxf(max_score, sources[k].max_score);
     }
     total.raise_max(max_score);
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
-      total.merge(sources[k]);
+      total.merge_below(sources[k]);
     }
   }
   return total;
+}
+
+__device__ __forceinline__ ElementState shuffle_xor(const ElementState& state, int offset) {
+  ElementState other;
+  other.max_score = __shfl_xor_sync(0xffffffffu, state.max_score, offset);
+  other.sum_exp = __shfl_xor_sync(0xffffffffu, state.sum_exp, offset);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    other.values[i] = __shfl_xor_sync(0xffffffffu, state.values[i], offset);
+  }
+  return other;
 }
 
 // emit(state, element) for every element in [first, first + count), from `sources` states each. As many lanes as the
 // block can spare share an element and merge their ranges of sources at the end.
 template <int batch_size, class Load, class Emit>
 __device__ __forceinline__ void fold_elements(int first, int count, std::uint32_t sources, Load load, Emit emit) {
-  const std::uint32_t spare = blockDim.x / (count > 0 ? count : 1);
-  const std::uint32_t lanes = min(32u, power_of_two_at_most(max(1u, min(spare, sources))));
+  const std::uint32_t spare = min(32u, blockDim.x / static_cast<unsigned>(count));
+  const std::uint32_t lanes = power_of_two_at_most(max(1u, min(spare, sources)));
   const std::uint32_t share = (sources + lanes - 1) / lanes;
   const std::uint32_t lane = threadIdx.x % lanes;
   const int step = static_cast<int>(blockDim.x / lanes);
+#pragma unroll 1
   for (int base = 0; base < count; base += step) {
     const int element = base + static_cast<int>(threadIdx.x / lanes);
     ElementState state;
@@ -106,12 +120,11 @@ __device__ __forceinline__ void fold_elements(int first, int count, std::uint32_
       state = fold_sources<batch_size>(begin, min(sources, begin + share),
                                        [&](std::uint32_t source) { return load(source, first + element); });
     }
+#pragma unroll 1
     for (std::uint32_t offset = 1; offset < lanes; offset *= 2) {
-      const ElementState other = shuffle_xor(state, offset);
-      // The lower lane's sources come first.
-      ElementState low = lane & offset ? other : state;
-      low.merge(lane & offset ? state : other);
-      state = low;
+      const ElementState other = shuffle_xor(state, static_cast<int>(offset));
+      state.raise_max(fmaxf(state.max_score, other.max_score));
+      state.merge_below(other); // one addition of two numbers: the same in both lanes
     }
     if (lane == 0 && element < count) {
       emit(state, first + element);
@@ -119,29 +132,49 @@ __device__ __forceinline__ void fold_elements(int first, int count, std::uint32_
   }
 }
 
+// What one block has to finish.
+struct Finish {
+  Piece piece;
+  Heads heads;
+  Cut cut; // if the piece is not whole
+  WarpStates warps;
+  unsigned char* mailbox; // by_row, of clusters
+};
+
 // Output and log-sum-exp of one element; the sink joins here, once a row.
-template <typename Scalar, int padded_dim>
-__device__ __forceinline__ void write_output(const KernelArguments& args, const Piece& piece, const Heads& heads,
-                                             ElementState state, int element) {
+__device__ __forceinline__ void write_output(const KernelArguments& args, const Finish& finish, ElementState state,
+                                             int element) {
   const AttentionProblem& problem = args.problem;
-  const int dim = element % (padded_dim / 4) * 4;
-  const std::int64_t query_head = heads.first_query_head + element / (padded_dim / 4);
-  if (dim >= problem.head_dim) {
+  const int dim = (element & ((1 << args.head_shift) - 1)) * 4;
+  const int left = static_cast<int>(problem.head_dim) - dim;
+  if (left <= 0) {
     return;
   }
+  const std::int64_t query_head = finish.heads.first_query_head + (element >> args.head_shift);
   if (problem.sinks != nullptr) {
     state.merge_sink(problem.sinks[query_head * problem.sinks_stride]);
   }
+  const float scale = value_scale(problem.dtype == DataType::float16);
   float output[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    output[i] = state.output(i, value_scale<Scalar>());
+    output[i] = state.output(i, scale);
   }
-  Scalar* destination = static_cast<Scalar*>(problem.output) + piece.batch * problem.output_stride_batch +
-                        query_head * problem.output_stride_head + dim;
-  store_four(destination, output, static_cast<int>(problem.head_dim) - dim, args.output_vectors);
+  const std::int64_t at =
+      finish.piece.batch * problem.output_stride_batch + query_head * problem.output_stride_head + dim;
+  switch (problem.dtype) {
+  case DataType::float16:
+    store_four(static_cast<__half*>(problem.output) + at, output, left, args.output_vectors);
+    break;
+  case DataType::bfloat16:
+    store_four(static_cast<__nv_bfloat16*>(problem.output) + at, output, left, args.output_vectors);
+    break;
+  default:
+    store_four(static_cast<float*>(problem.output) + at, output, left, args.output_vectors);
+  }
   if (dim == 0 && problem.lse != nullptr) {
-    problem.lse[piece.batch * problem.lse_stride_batch + query_head * problem.lse_stride_head] = state.log_sum_exp();
+    problem.lse[finish.piece.batch * problem.lse_stride_batch + query_head * problem.lse_stride_head] =
+        state.log_sum_exp();
   }
 }
 
@@ -154,7 +187,7 @@ __device__ __forceinline__ bool is_last_piece(const KernelArguments& args, const
     if (cut.shared) {
       cuda::atomic_ref<unsigned, cuda::thread_scope_device> counter(args.counters[cut.counter]);
       last = counter.fetch_add(1, cuda::memory_order_acq_rel) == cut.count - 1;
-      if (last) {
+      if (last != 0) {
         counter.store(0, cuda::memory_order_relaxed);
       }
     } else {
@@ -165,57 +198,11 @@ __device__ __forceinline__ bool is_last_piece(const KernelArguments& args, const
   return last != 0;
 }
 
-// The end of a piece: its elements [first, first + count) are folded from `sources` states by load(source, element).
-template <typename Scalar, int padded_dim, class Load>
-__device__ __forceinline__ void finish_piece(const KernelArguments& args, const Piece& piece, const Cut& cut,
-                                             const Heads& heads, int first, int count, std::uint32_t sources,
-                                             Load load) {
-  if (piece.whole) {
-    fold_elements<4>(first, count, sources, load, [&](const ElementState& state, int element) {
-      write_output<Scalar, padded_dim>(args, piece, heads, state, element);
-    });
-    return;
-  }
-  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.tile_heads) * (padded_dim / 4);
-  const std::uint64_t own = slot_of(cut, cut.index) * slot_elements;
-  fold_elements<4>(first, count, sources, load, [&](const ElementState& state, int element) {
-    __stcg(args.partial_values + own + element,
-           make_float4(state.values[0], state.values[1], state.values[2], state.values[3]));
-    __stcg(args.partial_states + own + element, make_float2(state.max_score, state.sum_exp));
-  });
-  if (!is_last_piece(args, cut)) {
-    return;
-  }
-  fold_elements<8>(
-      first, count, cut.count,
-      [&](std::uint32_t index, int element) -> ElementState {
-        const std::uint64_t at = slot_of(cut, index) * slot_elements + element;
-        const float4 v = __ldcg(args.partial_values + at);
-        const float2 s = __ldcg(args.partial_states + at);
-        return {s.x, s.y, {v.x, v.y, v.z, v.w}};
-      },
-      [&](const ElementState& state, int element) {
-        write_output<Scalar, padded_dim>(args, piece, heads, state, element);
-      });
-}
-
-// A block on its own: fold its warps. staging(warp) is that warp's WarpStaging.
-template <typename Scalar, int padded_dim, class Staging>
-__device__ __forceinline__ void merge_block(const KernelArguments& args, const Piece& piece, const Cut& cut,
-                                            const Heads& heads, Staging staging) {
-  __syncthreads(); // all warps have left their states
-  finish_piece<Scalar, padded_dim>(
-      args, piece, cut, heads, 0, heads.count * (padded_dim / 4), blockDim.x / 32,
-      [&](std::uint32_t warp, int element) { return staging(warp).element(element); });
-}
-
 #if __CUDA_ARCH__ >= 900
-namespace ptx = cuda::ptx;
-
-// Before the first barrier_cluster_arrive: how many bytes the other blocks will push here.
+// Makes the mailbox ready for what the cluster's other blocks will push, and tells them so.
 __device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int elements, int cluster_size, int rank) {
-  const int slice = ClusterMailbox::slice(elements, cluster_size);
-  const int owned = min(slice, elements - rank * slice);
+  namespace ptx = cuda::ptx;
+  const int owned = min(mailbox.slice, elements - rank * mailbox.slice);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(mailbox.full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -228,42 +215,82 @@ __device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int 
   ptx::barrier_cluster_arrive(ptx::sem_release);
 }
 
-// The blocks of a cluster: every warp pushes its state, slice by slice, to the blocks that own the slices.
-template <typename Scalar, int padded_dim>
-__device__ __forceinline__ void merge_cluster(const KernelArguments& args, const Piece& piece, const Cut& cut,
-                                              const Heads& heads, const WarpStaging<padded_dim>& staging,
-                                              const ClusterMailbox& mailbox, int cluster_size, int rank) {
+// Every warp pushes its state, slice by slice, to the blocks of the cluster that own the slices.
+__device__ __forceinline__ void push_states(const ClusterMailbox& mailbox, const WarpStates& warps, int elements,
+                                            int rank) {
+  namespace ptx = cuda::ptx;
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-  const int elements = heads.count * (padded_dim / 4);
-  const int slice = ClusterMailbox::slice(elements, cluster_size);
-  const int source = rank * (blockDim.x / 32) + threadIdx.x / 32;
-  __syncwarp();
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int source = rank * static_cast<int>(blockDim.x / 32) + warp;
   ptx::barrier_cluster_wait(ptx::sem_acquire); // all mailboxes are open
-  for (int element = threadIdx.x % 32; element < elements; element += 32) {
-    const int owner = element / slice;
-    const int at = source * (slice + 1) + element - owner * slice;
-    const ElementState state = staging.element(element);
+  for (int element = static_cast<int>(threadIdx.x % 32); element < elements; element += 32) {
+    const int owner = element / mailbox.slice;
+    const int at = source * (mailbox.slice + 1) + element - owner * mailbox.slice;
+    const ElementState state = warps.element(warp, element);
     std::uint64_t* full = cluster.map_shared_rank(mailbox.full, owner);
-    const float values[4] = {state.values[0], state.values[1], state.values[2], state.values[3]};
     const float scalars[2] = {state.max_score, state.sum_exp};
-    ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.values + at, owner)), values, full);
+    ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.values + at, owner)), state.values, full);
     ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.states + at, owner)), scalars, full);
   }
-  const int first = rank * slice;
-  const int owned = min(slice, elements - first);
-  if (owned <= 0) {
-    return;
-  }
-  while (!ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
-  }
-  finish_piece<Scalar, padded_dim>(args, piece, cut, heads, first, owned, cluster_size * (blockDim.x / 32),
-                                   [&](std::uint32_t from, int element) -> ElementState {
-                                     const int at = static_cast<int>(from) * (slice + 1) + element - first;
-                                     const float4 v = mailbox.values[at];
-                                     const float2 s = mailbox.states[at];
-                                     return {s.x, s.y, {v.x, v.y, v.z, v.w}};
-                                   });
 }
 #endif
+
+// The end of a piece. All threads of the block call it, when each warp has left its state in finish.warps.
+__device__ __noinline__ void finish_piece(const KernelArguments& args, const Finish finish) {
+  const int cluster_size = args.plan.cluster_size;
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const int elements = finish.heads.count << args.head_shift;
+  const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size, warps);
+  int first = 0;
+  int count = elements;
+  if (cluster_size > 1) {
+#if __CUDA_ARCH__ >= 900
+    const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
+    __syncwarp();
+    push_states(mailbox, finish.warps, elements, rank);
+    first = rank * mailbox.slice;
+    count = min(mailbox.slice, elements - first);
+    if (count <= 0) {
+      return;
+    }
+    while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
+    }
+#endif
+  } else {
+    __syncthreads();
+  }
+  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.tile_heads) << args.head_shift;
+  const std::uint64_t own = finish.piece.whole ? 0 : slot_of(finish.cut, finish.cut.index) * slot_elements;
+  // First the block's or cluster's own states; then, if this piece is the last of a row to come in, those of all pieces.
+  bool gather = false;
+  for (;;) {
+    const std::uint32_t sources = gather ? finish.cut.count : static_cast<std::uint32_t>(cluster_size * warps);
+    fold_elements<8>(
+        first, count, sources,
+        [&](std::uint32_t source, int element) -> ElementState {
+          if (!gather && cluster_size == 1) {
+            return finish.warps.element(static_cast<int>(source), element);
+          }
+          const std::int64_t at = gather ? slot_of(finish.cut, source) * slot_elements + element
+                                         : static_cast<int>(source) * (mailbox.slice + 1) + element - first;
+          const float4 v = gather ? __ldcg(args.partial_values + at) : mailbox.values[at];
+          const float2 s = gather ? __ldcg(args.partial_states + at) : mailbox.states[at];
+          return {s.x, s.y, {v.x, v.y, v.z, v.w}};
+        },
+        [&](const ElementState& state, int element) {
+          if (gather || finish.piece.whole) {
+            write_output(args, finish, state, element);
+          } else {
+            __stcg(args.partial_values + own + element,
+                   make_float4(state.values[0], state.values[1], state.values[2], state.values[3]));
+            __stcg(args.partial_states + own + element, make_float2(state.max_score, state.sum_exp));
+          }
+        });
+    if (gather || finish.piece.whole || !is_last_piece(args, finish.cut)) {
+      return;
+    }
+    gather = true;
+  }
+}
 
 } // namespace single_query

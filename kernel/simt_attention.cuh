@@ -13,7 +13,6 @@ namespace single_query {
 
 template <int lanes_, int vectors_, int tile_heads_>
 struct SimtShape {
-  using Scalar = float;
   static constexpr int lanes = lanes_;           // of one key
   static constexpr int vectors = vectors_;       // of four dims a lane
   static constexpr int tile_heads = tile_heads_; // query heads: 1 or 8
@@ -22,11 +21,12 @@ struct SimtShape {
   static constexpr int keys_at_once = 32 / lanes;
   static constexpr int step_keys = rows * keys_at_once;
   static constexpr int head_lanes = lanes / tile_heads; // lanes that hold the scores of one head
-  using Staging = WarpStaging<padded_dim>;
-  static constexpr int staging_bytes = Staging::floats(tile_heads) * static_cast<int>(sizeof(float));
+  static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
+  static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
 
   static constexpr int shared_bytes(const SplitPlan& plan) {
-    const int mailbox = plan.cluster_size > 1 ? ClusterMailbox::bytes(tile_heads * padded_dim / 4, plan.cluster_size, plan.warps) : 0;
+    const int mailbox =
+        plan.cluster_size > 1 ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size, plan.warps) : 0;
     return plan.warps * staging_bytes + mailbox;
   }
 };
@@ -175,9 +175,8 @@ struct SimtPlaces {
 };
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' staging, then the cluster's mailbox.
-template <class Shape, bool modified>
+template <class Shape>
 __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__ KernelArguments args) {
-  using Staging = typename Shape::Staging;
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionProblem& problem = args.problem;
   const int head_dim = static_cast<int>(problem.head_dim);
@@ -189,16 +188,16 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
   const bool key_vectors = args.key_copy_bytes == 16;
   const bool value_vectors = args.value_copy_bytes == 16;
   Pieces pieces(args, rank);
-  Piece piece;
-  if (!pieces.next(piece)) {
-    return; // the same for all blocks of a cluster
-  }
   const std::uint32_t first_key = (rank * warps + warp) * Shape::step_keys;
   const std::uint32_t stride = cluster_size * warps * Shape::step_keys;
-  const auto staging_of = [&](int of_warp) -> Staging {
-    return {reinterpret_cast<float*>(shared + of_warp * Shape::staging_bytes), Shape::tile_heads};
-  };
-  for (;;) {
+  const WarpStates states{reinterpret_cast<float*>(shared), Shape::staging_bytes / 4, Shape::tile_heads,
+                          Shape::head_shift};
+  unsigned char* const mailbox = shared + warps * Shape::staging_bytes;
+  Piece piece;
+  for (bool first = true; pieces.next(piece); first = false) { // by row there is one piece, or none in a whole cluster
+    if (!first) {
+      __syncthreads(); // staging is free again
+    }
     const Heads heads = heads_of(args, piece.row_in_batch);
     const float* const key_head = static_cast<const float*>(problem.key) + heads.kv_head * problem.key_stride_head;
     const float* const value_head = static_cast<const float*>(problem.value) + heads.kv_head * problem.value_stride_head;
@@ -223,16 +222,12 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
     // This lane's query head: all of the key's lanes serve one head, or each head_lanes of them their own.
     const int own_head = min(lane % Shape::lanes / Shape::head_lanes, heads.count - 1);
     const std::int64_t own_query_head = heads.first_query_head + own_head;
-    ScoreModifiers modifiers{problem.scale, 0, 0};
-    if constexpr (modified) {
-      modifiers.softcap = problem.softcap;
-      modifiers.alibi_slope = alibi_slope(problem, piece.batch, own_query_head);
-    }
+    const ScoreModifiers modifiers{problem.scale, problem.softcap,
+                                   alibi_slope(problem, piece.batch, own_query_head)};
 #if __CUDA_ARCH__ >= 900
-    const ClusterMailbox mailbox(shared + warps * Shape::staging_bytes, heads.count * (Shape::padded_dim / 4),
-                                 cluster_size, warps);
     if (cluster_size > 1) {
-      open_mailbox(mailbox, heads.count * (Shape::padded_dim / 4), cluster_size, rank);
+      const int elements = heads.count << Shape::head_shift;
+      open_mailbox(ClusterMailbox(mailbox, elements, cluster_size, warps), elements, cluster_size, rank);
     }
 #endif
     SimtState<Shape> state;
@@ -245,10 +240,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
       for (int r = 0; r < Shape::rows; ++r) {
         const std::uint32_t row_key = key + r * Shape::keys_at_once + lane / Shape::lanes;
         const bool in_range = row_key < piece.keys.end;
-        float mask = 0;
-        if constexpr (modified) {
-          mask = in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
-        }
+        const float mask = in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
         float partial[Shape::tile_heads];
 #pragma unroll
         for (int head = 0; head < Shape::tile_heads; ++head) {
@@ -259,7 +251,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
           }
         }
         scores[r] = reduce_over_lanes<Shape>(partial);
-        if constexpr (modified) {
+        if (args.modified) {
           const float distance = static_cast<float>(static_cast<int>(row_key - (piece.length - 1)));
           scores[r] = modified_score(modifiers, scores[r], distance, mask);
           excluded |= mask == negative_infinity ? 1u << r : 0u;
@@ -285,14 +277,14 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
       for (int r = 0; r < Shape::rows; ++r) {
         const float weight = softmax_weight(scores[r], state.max_score);
         state.sum_exp += weight;
-        const float scaled = weight * value_scale<float>();
-        const unsigned excluded_lanes = modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
+        const float scaled = weight * wide_value_scale;
+        const unsigned excluded_lanes = args.modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
 #pragma unroll
         for (int head = 0; head < Shape::tile_heads; ++head) {
           const float w = of_head<Shape>(scaled, head);
           // A weight of 0 does not keep an excluded key's NaN out of a product.
           const int source = lane / Shape::lanes * Shape::lanes + head * Shape::head_lanes;
-          if (!modified || (excluded_lanes >> source & 1) == 0) {
+          if ((excluded_lanes >> source & 1) == 0) {
 #pragma unroll
             for (int v = 0; v < Shape::vectors; ++v) {
               float4& o = state.output[head][v];
@@ -307,34 +299,19 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
       places = next_places;
     }
     state.merge_groups();
-    const Staging staging = staging_of(warp);
     if (lane < Shape::lanes) {
       if (lane % Shape::head_lanes == 0) {
-        staging.state(lane / Shape::head_lanes) = make_float2(state.max_score, state.sum_exp);
+        states.state(warp, lane / Shape::head_lanes) = make_float2(state.max_score, state.sum_exp);
       }
 #pragma unroll
       for (int head = 0; head < Shape::tile_heads; ++head) {
 #pragma unroll
         for (int v = 0; v < Shape::vectors; ++v) {
-          *reinterpret_cast<float4*>(&staging.value(head, (v * Shape::lanes + lane) * 4)) = state.output[head][v];
+          reinterpret_cast<float4*>(states.values(warp, head))[v * Shape::lanes + lane] = state.output[head][v];
         }
       }
     }
-    Cut cut{};
-    if (!piece.whole) {
-      cut = pieces.cut(piece);
-    }
-#if __CUDA_ARCH__ >= 900
-    if (cluster_size > 1) {
-      merge_cluster<float, Shape::padded_dim>(args, piece, cut, heads, staging, mailbox, cluster_size, rank);
-      return; // by row there is one piece
-    }
-#endif
-    merge_block<float, Shape::padded_dim>(args, piece, cut, heads, staging_of);
-    if (!pieces.next(piece)) {
-      return;
-    }
-    __syncthreads(); // staging is free again
+    finish_piece(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, mailbox});
   }
 }
 

@@ -64,11 +64,16 @@ struct SoftmaxState {
   // The state of the union. A state without keys changes nothing, whatever its values hold; one whose scores were NaN
   // has a NaN sum and is not such a state.
   SINGLE_QUERY_HOST_DEVICE void merge(const SoftmaxState& other) {
+    if (other.sum_exp != 0 && other.max_score > max_score) {
+      raise_max(other.max_score);
+    }
+    merge_below(other);
+  }
+
+  // merge() where other.max_score is known not to exceed max_score.
+  SINGLE_QUERY_HOST_DEVICE void merge_below(const SoftmaxState& other) {
     if (other.sum_exp == 0) {
       return;
-    }
-    if (other.max_score > max_score) {
-      raise_max(other.max_score);
     }
     const float factor = rescale_factor(other.max_score, max_score);
     sum_exp += factor * other.sum_exp;

@@ -43,12 +43,13 @@ struct SplitPlan {
   std::uint64_t splits_per_row; // then: at most
 };
 
+// x at least 1.
 SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) {
-  std::uint32_t power = 1;
-  while (power <= x / 2) {
-    power *= 2;
-  }
-  return power;
+#if defined(__CUDA_ARCH__)
+  return 1u << (31 - __clz(static_cast<int>(x)));
+#else
+  return 1u << (31 - __builtin_clz(x));
+#endif
 }
 
 // Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together about

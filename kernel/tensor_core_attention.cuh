@@ -1,4 +1,5 @@
-// The tensor-core kernel body: float16 and bfloat16, every head_dim, stride and alignment.
+// The tensor-core kernel body: float16 and bfloat16, every head_dim, stride and alignment. The type is a run-time value,
+// since only the matrix instruction and the rounding of weights depend on it.
 //
 // Keys are the M = 16 side of mma.m16n8k16 and query heads the N = 8 side, so that a group of up to 8 heads per
 // key/value head wastes nothing and every cache byte is read once:
@@ -19,22 +20,21 @@
 
 namespace single_query {
 
-template <typename Scalar_, int padded_dim_, int head_blocks_>
+template <int padded_dim_, int head_blocks_>
 struct TensorCoreShape {
-  using Scalar = Scalar_;
   static constexpr int padded_dim = padded_dim_;   // head_dim rounded up: 64, 128 or 256
   static constexpr int head_blocks = head_blocks_; // blocks of 8 query heads in a tile: 1 or 2
   static constexpr int tile_heads = 8 * head_blocks;
   static constexpr int dim_steps = padded_dim / 16;
-  using Ring = CacheRing<Scalar, padded_dim>;
-  using Staging = WarpStaging<padded_dim>;
-  static constexpr int staging_bytes = Staging::floats(tile_heads) * static_cast<int>(sizeof(float));
+  using Ring = CacheRing<padded_dim>;
+  static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
+  static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
   static_assert(staging_bytes <= Ring::warp_bytes, "a drained ring has to hold its warp's states");
 
   static constexpr int shared_bytes(const SplitPlan& plan) {
     const int area = plan.walk ? plan.warps * staging_bytes
                      : plan.cluster_size > 1
-                         ? ClusterMailbox::bytes(tile_heads * padded_dim / 4, plan.cluster_size, plan.warps)
+                         ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size, plan.warps)
                          : 0;
     return plan.warps * Ring::warp_bytes + area;
   }
@@ -64,14 +64,12 @@ struct TensorCoreState {
 };
 
 // Two consecutive query elements as they enter the matrix instruction; zeros past head_dim.
-template <typename Scalar>
-__device__ __forceinline__ std::uint32_t query_pair(const Scalar* row, int dim, int head_dim, bool pairs) {
+__device__ __forceinline__ std::uint32_t query_pair(const Element* row, int dim, int head_dim, bool pairs) {
   if (pairs && dim + 1 < head_dim) {
     return __ldg(reinterpret_cast<const std::uint32_t*>(row + dim));
   }
-  const auto* bits = reinterpret_cast<const std::uint16_t*>(row) + dim;
-  const std::uint32_t low = dim < head_dim ? __ldg(bits) : 0;
-  const std::uint32_t high = dim + 1 < head_dim ? __ldg(bits + 1) : 0;
+  const std::uint32_t low = dim < head_dim ? __ldg(row + dim) : 0;
+  const std::uint32_t high = dim + 1 < head_dim ? __ldg(row + dim + 1) : 0;
   return low | high << 16;
 }
 
@@ -79,14 +77,13 @@ __device__ __forceinline__ std::uint32_t query_pair(const Scalar* row, int dim, 
 template <class Shape>
 __device__ __forceinline__ void load_queries(const KernelArguments& args, const Piece& piece, const Heads& heads,
                                              std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps]) {
-  using Scalar = typename Shape::Scalar;
   const AttentionProblem& problem = args.problem;
   const int lane = threadIdx.x % 32;
   const int head_dim = static_cast<int>(problem.head_dim);
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
     const int head = block * 8 + lane / 4;
-    const Scalar* row = static_cast<const Scalar*>(problem.query) + piece.batch * problem.query_stride_batch +
+    const Element* row = static_cast<const Element*>(problem.query) + piece.batch * problem.query_stride_batch +
                         (heads.first_query_head + head) * problem.query_stride_head;
 #pragma unroll
     for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
@@ -96,7 +93,7 @@ __device__ __forceinline__ void load_queries(const KernelArguments& args, const 
   }
 }
 
-template <class Shape>
+template <class Shape, bool half>
 __device__ __forceinline__ void multiply_keys(unsigned char* key_tile,
                                               const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
                                               float (&scores)[Shape::head_blocks][4]) {
@@ -110,7 +107,7 @@ __device__ __forceinline__ void multiply_keys(unsigned char* key_tile,
     load_matrices<false>(keys, Ring::chunk_address(key_tile, row, 2 * k + lane / 16));
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
-      multiply_add<typename Shape::Scalar>(chains[k % 2][block], keys, queries[block][2 * k], queries[block][2 * k + 1]);
+      multiply_add<half>(chains[k % 2][block], keys, queries[block][2 * k], queries[block][2 * k + 1]);
     }
   }
 #pragma unroll
@@ -122,7 +119,7 @@ __device__ __forceinline__ void multiply_keys(unsigned char* key_tile,
   }
 }
 
-template <class Shape>
+template <class Shape, bool half>
 __device__ __forceinline__ void multiply_values(unsigned char* value_tile,
                                                 const std::uint32_t (&weights)[Shape::head_blocks][2],
                                                 TensorCoreState<Shape>& state) {
@@ -135,7 +132,7 @@ __device__ __forceinline__ void multiply_values(unsigned char* value_tile,
     load_matrices<true>(values, Ring::chunk_address(value_tile, row, 2 * m + lane / 8 % 2));
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
-      multiply_add<typename Shape::Scalar>(state.output[block][m], values, weights[block][0], weights[block][1]);
+      multiply_add<half>(state.output[block][m], values, weights[block][0], weights[block][1]);
     }
   }
 }
@@ -234,12 +231,11 @@ struct LaneModifiers {
 // A weight of 0 does not keep an excluded key's NaN or infinity out of a product. Where a key that is excluded for some
 // head has such a value, add its row by hand for the heads that it is not excluded for, then clear the row.
 template <class Shape>
-__device__ __forceinline__ void shield_excluded_values(unsigned char* value_tile, unsigned excluded,
+__device__ __forceinline__ void shield_excluded_values(bool half, unsigned char* value_tile, unsigned excluded,
                                                     const float (&weights)[Shape::head_blocks][4],
                                                     TensorCoreState<Shape>& state) {
-  using Scalar = typename Shape::Scalar;
   using Ring = typename Shape::Ring;
-  constexpr unsigned exponent = std::is_same_v<Scalar, __half> ? 0x7c00u : 0x7f80u;
+  const unsigned exponent = half ? 0x7c00u : 0x7f80u;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int key = 0; key < step_keys; ++key) {
@@ -266,15 +262,17 @@ __device__ __forceinline__ void shield_excluded_values(unsigned char* value_tile
         const float low = __shfl_sync(0xffffffffu, weights[block][h], source);
         const float high = __shfl_sync(0xffffffffu, weights[block][2 + h], source);
         const int i = key < 8 ? h : 2 + h;
-        const float weight = (key < 8 ? low : high) * value_scale<Scalar>();
+        const float weight = (key < 8 ? low : high) * value_scale(half);
         if ((excluded_here >> (block * 4 + i) & 1) == 0) {
 #pragma unroll
           for (int m = 0; m < Shape::dim_steps; ++m) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int dim = m * 16 + half * 8 + lane / 4;
-              const auto* value = reinterpret_cast<const Scalar*>(Ring::chunk_address(value_tile, key, dim / 8)) + dim % 8;
-              state.output[block][m][half * 2 + h] += weight * to_float(*value);
+            for (int upper = 0; upper < 2; ++upper) {
+              const int dim = m * 16 + upper * 8 + lane / 4;
+              const void* value = Ring::chunk_address(value_tile, key, dim / 8) + dim % 8 * 2;
+              state.output[block][m][upper * 2 + h] +=
+                  weight * (half ? to_float(*static_cast<const __half*>(value))
+                                 : to_float(*static_cast<const __nv_bfloat16*>(value)));
             }
           }
         }
@@ -290,8 +288,9 @@ __device__ __forceinline__ void shield_excluded_values(unsigned char* value_tile
 
 // Leave this warp's state in shared memory, summed over the warp's lanes.
 template <class Shape>
-__device__ __forceinline__ void stage_state(const typename Shape::Staging& staging, TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void stage_state(const WarpStates& warps, const TensorCoreState<Shape>& state) {
   const int lane = threadIdx.x % 32;
+  const int warp = static_cast<int>(threadIdx.x / 32);
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
@@ -303,12 +302,13 @@ __device__ __forceinline__ void stage_state(const typename Shape::Staging& stagi
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       }
       if (lane / 4 == 0) {
-        staging.state(head) = make_float2(state.max_score[block][h], sum);
+        warps.state(warp, head) = make_float2(state.max_score[block][h], sum);
       }
+      float* const values = warps.values(warp, head) + lane / 4;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
-        staging.value(head, m * 16 + lane / 4) = state.output[block][m][h];
-        staging.value(head, m * 16 + 8 + lane / 4) = state.output[block][m][2 + h];
+        values[m * 16] = state.output[block][m][h];
+        values[m * 16 + 8] = state.output[block][m][2 + h];
       }
     }
   }
@@ -316,13 +316,12 @@ __device__ __forceinline__ void stage_state(const typename Shape::Staging& stagi
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' rings, then staging (walk: the rings are busy
 // with what comes next) or the cluster's mailbox.
-template <class Shape, bool modified>
+template <class Shape>
 __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_constant__ KernelArguments args) {
-  using Scalar = typename Shape::Scalar;
   using Ring = typename Shape::Ring;
-  using Staging = typename Shape::Staging;
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionProblem& problem = args.problem;
+  const bool half = problem.dtype == DataType::float16;
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int warps = args.plan.warps;
   const int cluster_size = args.plan.cluster_size;
@@ -335,56 +334,65 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   unsigned char* const area = shared + warps * Ring::warp_bytes;
   const std::uint32_t first_key = (rank * warps + warp) * step_keys;
   const std::uint32_t stride = cluster_size * warps * step_keys;
-  CacheReader<Scalar, Shape::padded_dim> reader(args, ring, pieces, first_key, stride);
-  reader.copy_keys(0);
-  Piece piece;
-  pieces.next(piece);
-  Heads heads = heads_of(args, piece.row_in_batch);
-  std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
-  load_queries<Shape>(args, piece, heads, queries);
-  reader.copy_values(0);
-  reader.advance();
-#pragma unroll
-  for (int stage = 1; stage < Ring::stages; ++stage) {
-    reader.copy_keys(stage);
-    reader.copy_values(stage);
-    reader.advance();
-  }
-  const ClusterMailbox mailbox(area, heads.count * (Shape::padded_dim / 4), cluster_size, warps);
-#if __CUDA_ARCH__ >= 900
-  if (cluster_size > 1) {
-    open_mailbox(mailbox, heads.count * (Shape::padded_dim / 4), cluster_size, rank);
-  }
-#endif
+  CacheReader<Shape::padded_dim> reader(args, ring, pieces, first_key, stride);
   TensorCoreState<Shape> state;
   LaneModifiers<Shape> modifiers;
+  Piece piece;
   int stage = 0;
-  for (;;) {
+  for (bool first = true; pieces.next(piece); first = false) {
+    const Heads heads = heads_of(args, piece.row_in_batch);
+    if (first) {
+      reader.template copy_keys<false>(0);
+    } else {
+      __syncthreads(); // staging is free again
+    }
+    std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
+    load_queries<Shape>(args, piece, heads, queries);
+    if (first) {
+#pragma unroll 1
+      for (int ahead = 0; ahead < Ring::stages; ++ahead) {
+        if (ahead > 0) {
+          reader.template copy_keys<false>(ahead);
+        }
+        reader.template copy_values<false>(ahead);
+        reader.advance();
+      }
+#if __CUDA_ARCH__ >= 900
+      if (cluster_size > 1) {
+        const int elements = heads.count << Shape::head_shift;
+        open_mailbox(ClusterMailbox(area, elements, cluster_size, warps), elements, cluster_size, rank);
+      }
+#endif
+    }
     state.clear();
-    if constexpr (modified) {
+    if (args.modified) {
       modifiers.load_slopes(problem, piece, heads);
     }
 #pragma unroll 1
     for (std::uint32_t key = piece.keys.begin + first_key; key < piece.keys.end; key += stride) {
-      if constexpr (modified) {
+      if (args.modified) {
         modifiers.load_mask(problem, piece, heads, key);
       }
       __pipeline_wait_prior(Ring::in_flight);
       __syncwarp();
       float scores[Shape::head_blocks][4];
-      multiply_keys<Shape>(Ring::key_tile(ring, stage), queries, scores);
+      if (half) {
+        multiply_keys<Shape, true>(Ring::key_tile(ring, stage), queries, scores);
+      } else {
+        multiply_keys<Shape, false>(Ring::key_tile(ring, stage), queries, scores);
+      }
       const bool missing = reader.misses_page(stage);
       __syncwarp(); // all lanes have read the tile
-      reader.copy_keys(stage);
+      reader.template copy_keys<true>(stage);
       unsigned excluded = 0;
-      if constexpr (modified) {
+      if (args.modified) {
         excluded = modifiers.apply(problem, piece, key, scores);
       }
 #pragma unroll
       for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if constexpr (!modified) {
+          if (!args.modified) {
             scores[block][i] *= problem.scale;
           }
           const bool past_end = key + threadIdx.x % 32 / 4 + i / 2 * 8 >= piece.keys.end;
@@ -395,9 +403,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __pipeline_wait_prior(Ring::in_flight);
       __syncwarp();
       unsigned char* const value_tile = Ring::value_tile(ring, stage);
-      if constexpr (modified) {
+      if (args.modified) {
         if (__any_sync(0xffffffffu, excluded != 0)) {
-          shield_excluded_values<Shape>(value_tile, excluded, scores, state);
+          shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
         }
       }
       std::uint32_t weights[Shape::head_blocks][2];
@@ -405,44 +413,30 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          weights[block][i] = transpose_matrix(pack_pair<Scalar>(scores[block][2 * i] * value_scale<Scalar>(),
-                                                                 scores[block][2 * i + 1] * value_scale<Scalar>()));
+          weights[block][i] = transpose_matrix(
+              pack_pair(half, scores[block][2 * i] * value_scale(half), scores[block][2 * i + 1] * value_scale(half)));
         }
       }
-      multiply_values<Shape>(value_tile, weights, state);
+      if (half) {
+        multiply_values<Shape, true>(value_tile, weights, state);
+      } else {
+        multiply_values<Shape, false>(value_tile, weights, state);
+      }
       __syncwarp();
-      reader.copy_values(stage);
+      reader.template copy_values<true>(stage);
       reader.advance();
       stage = stage + 1 == Ring::stages ? 0 : stage + 1;
     }
     // By row, this warp's ring has drained and holds its state; in a walk it holds the next piece's keys already.
-    const auto staging_of = [&](int of_warp) -> Staging {
-      unsigned char* base =
-          args.plan.walk ? area + of_warp * Shape::staging_bytes : shared + of_warp * Ring::warp_bytes;
-      return {reinterpret_cast<float*>(base), Shape::tile_heads};
-    };
+    WarpStates states{reinterpret_cast<float*>(area), Shape::staging_bytes / 4, Shape::tile_heads, Shape::head_shift};
     if (!args.plan.walk) {
+      states.base = reinterpret_cast<float*>(shared);
+      states.warp_stride = Ring::warp_bytes / 4;
       __pipeline_wait_prior(0);
       __syncwarp();
     }
-    stage_state<Shape>(staging_of(warp), state);
-    Cut cut{};
-    if (!piece.whole) {
-      cut = pieces.cut(piece);
-    }
-#if __CUDA_ARCH__ >= 900
-    if (cluster_size > 1) {
-      merge_cluster<Scalar, Shape::padded_dim>(args, piece, cut, heads, staging_of(warp), mailbox, cluster_size, rank);
-      return; // by row there is one piece
-    }
-#endif
-    merge_block<Scalar, Shape::padded_dim>(args, piece, cut, heads, staging_of);
-    if (!pieces.next(piece)) {
-      return;
-    }
-    __syncthreads(); // staging is free again
-    heads = heads_of(args, piece.row_in_batch);
-    load_queries<Shape>(args, piece, heads, queries);
+    stage_state<Shape>(states, state);
+    finish_piece(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, area});
   }
 }
 

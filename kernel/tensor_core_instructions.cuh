@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace single_query {
 
@@ -35,10 +34,10 @@ __device__ __forceinline__ std::uint32_t transpose_matrix(std::uint32_t matrix) 
 }
 
 // accumulator[16 x 8] += a[16 x 16] b[16 x 8]
-template <typename Scalar>
+template <bool half>
 __device__ __forceinline__ void multiply_add(float (&accumulator)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                              std::uint32_t b1) {
-  if constexpr (std::is_same_v<Scalar, __half>) {
+  if constexpr (half) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
@@ -51,16 +50,14 @@ __device__ __forceinline__ void multiply_add(float (&accumulator)[4], const std:
   }
 }
 
-// Two floats rounded to a pair of 16-bit elements, the first in the low half.
-template <typename Scalar>
-__device__ __forceinline__ std::uint32_t pack_pair(float first, float second) {
-  if constexpr (std::is_same_v<Scalar, __half>) {
+// Two floats rounded to a pair of float16 (half) or bfloat16 elements, the first in the low half of the word.
+__device__ __forceinline__ std::uint32_t pack_pair(bool half, float first, float second) {
+  if (half) {
     const __half2 pair = __floats2half2_rn(first, second);
     return *reinterpret_cast<const std::uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    return *reinterpret_cast<const std::uint32_t*>(&pair);
   }
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
 } // namespace single_query

@@ -40,9 +40,10 @@ C10_DEFINE_bool(sweep, false, "Points in which a cliff would show, instead of ro
 C10_DEFINE_string(
     check, "",
     "A CSV of an earlier run: fail, by name, for each ratio to a LibTorch peer that became over 10 % worse.");
-C10_DEFINE_string(output, "",
-                  "The CSV to write. Default: <device>.csv, for a sweep <device>-sweep.csv, for some of the rows "
-                  "<device>-partial.csv, in app/results if that folder is there, else in the current one.");
+C10_DEFINE_string(
+    output, "",
+    "The CSV to write. Default: <device>.csv, in app/results if that folder is there, else in the current "
+    "one; with -sweep, -partial or -check behind <device> for a sweep, some of the rows, or a check.");
 C10_DEFINE_string(seconds, "", "Begin no row after so many seconds. Default: 280, for a sweep 450, on the CPU 900.");
 
 namespace single_query::benchmark {
@@ -194,14 +195,17 @@ private:
     }
     const bool reads_everything = row.problem.uniform() && row.problem.window == 0;
     if (row.peers && row.mode == Mode::graph && reads_everything && !row.problem.warm) {
-      attempt("read", [&] { add("read", row, time_read(inputs.key, inputs.value)); });
+      attempt("read", [&] {
+        const std::int64_t calls = calls_in_graph(row.problem.bytes(), inputs.caches());
+        add("read", row, time_read(inputs.key, inputs.value, calls));
+      });
     }
   }
 
   static Timing time(const Implementation& implementation, const Row& row, std::int64_t caches) {
     switch (row.mode) {
     case Mode::graph:
-      return time_in_graph(implementation.call, caches, !row.problem.warm);
+      return time_in_graph(implementation.call, caches, calls_in_graph(row.problem.bytes(), caches), !row.problem.warm);
     case Mode::eager:
       return time_eager(implementation.call, caches);
     case Mode::host:
@@ -291,11 +295,17 @@ std::vector<Row> wanted_rows(bool cuda) {
 
 std::string output_path(at::Device device) {
   if (!FLAGS_output.empty()) {
+    std::error_code ignored; // one of them is not there yet
+    if (std::filesystem::equivalent(FLAGS_output, FLAGS_check, ignored)) {
+      throw std::invalid_argument("--output, --check: '" + FLAGS_output +
+                                  "' would be overwritten by what it is to judge");
+    }
     return FLAGS_output;
   }
   const bool everything = FLAGS_filter.empty() && (FLAGS_sweep || FLAGS_rows == "all" || FLAGS_rows == "cpu");
   const std::string name = (device.is_cuda() ? safe_name(at::cuda::getCurrentDeviceProperties()->name) : "cpu") +
-                           (FLAGS_sweep ? "-sweep" : "") + (everything ? "" : "-partial") + ".csv";
+                           (FLAGS_sweep ? "-sweep" : "") + (everything ? "" : "-partial") +
+                           (FLAGS_check.empty() ? "" : "-check") + ".csv";
   return std::filesystem::is_directory("app/results") ? "app/results/" + name : name;
 }
 

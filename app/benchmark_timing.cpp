@@ -108,9 +108,8 @@ double one_call(const Call& call) {
 
 } // namespace
 
-Timing time_in_graph(const Call& call, std::int64_t caches, bool flush) {
+Timing time_in_graph(const Call& call, std::int64_t caches, std::int64_t calls, bool flush) {
   const CacheFlush flush_caches;
-  const std::int64_t calls = std::max<std::int64_t>(caches, caches == 1 ? 256 : 8);
   one_call(call);
 
   at::cuda::CUDAGraph graph;
@@ -134,6 +133,11 @@ Timing time_in_graph(const Call& call, std::int64_t caches, bool flush) {
     times.push_back(replay() / static_cast<double>(calls));
   }
   return summary(times);
+}
+
+std::int64_t calls_in_graph(double bytes_per_call, std::int64_t caches) {
+  constexpr double bytes_in_graph = 4e9; // about a millisecond's
+  return std::max(caches, static_cast<std::int64_t>(std::clamp(bytes_in_graph / bytes_per_call, 8.0, 64.0)));
 }
 
 Timing time_eager(const Call& call, std::int64_t caches) {
@@ -210,7 +214,7 @@ double cold_bytes() {
   return std::max(150e6, 2.5 * cache);
 }
 
-Timing time_read(const std::vector<at::Tensor>& key, const std::vector<at::Tensor>& value) {
+Timing time_read(const std::vector<at::Tensor>& key, const std::vector<at::Tensor>& value, std::int64_t calls) {
   const auto processors = static_cast<unsigned>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
   const at::Tensor sink = at::empty({16}, key.front().options().dtype(at::kByte));
   for (std::size_t cache = 0; cache < key.size(); ++cache) {
@@ -231,7 +235,7 @@ Timing time_read(const std::vector<at::Tensor>& key, const std::vector<at::Tenso
                     sink.data_ptr(), at::cuda::getCurrentCUDAStream());
         return sink;
       };
-      const Timing timing = time_in_graph(call, static_cast<std::int64_t>(key.size()), true);
+      const Timing timing = time_in_graph(call, static_cast<std::int64_t>(key.size()), calls, true);
       best = timing.median < best.median ? timing : best;
     }
   }
@@ -245,7 +249,7 @@ Timing time_empty() {
         launch_empty(at::cuda::getCurrentCUDAStream());
         return nothing;
       },
-      1, false);
+      1, 256, false);
 }
 
 } // namespace single_query::benchmark

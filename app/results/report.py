@@ -266,7 +266,7 @@ def sweep_section(path):
 def main():
     sections = []
     for path in sorted(FOLDER.glob("*.csv"), key=lambda path: (path.stem.startswith("cpu"), path.stem)):
-        if path.stem.endswith("-partial"):
+        if path.stem.endswith(("-partial", "-check")):
             continue
         sections.append(sweep_section(path) if path.stem.endswith("-sweep") else device_section(path))
     if not sections:

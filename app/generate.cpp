@@ -248,7 +248,7 @@ Generated generate_with_cache(const Model& model, const Prompts& prompts, bool p
 
 // Logits are sums of some thousand float32 terms through all layers, in another order than the reference's: they differ
 // by rounding, 2^-24 of the largest at a time. A thousand times that is allowed; a key, position or head that is wrong
-// moves them by a hundred thousand times as much. Tokens have to be equal.
+// moves them by ten thousand times as much again. Tokens have to be equal.
 bool equal(const Generated& generated, const Generated& expected) {
   const double allowed = 1000 * std::ldexp(expected.logits.abs().max().item<double>(), -24);
   const double error = (generated.logits - expected.logits).abs().max().item<double>();

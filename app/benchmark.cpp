@@ -110,8 +110,8 @@ public:
     std::size_t at = 0;
     for (const Row& row : rows) {
       ++at;
-      title_ = "[" + std::to_string(at) + "/" + std::to_string(rows.size()) + "] " + row.problem.name() + " " +
-               mode_name(row.mode);
+      title_ = std::string("[") + std::to_string(at) + "/" + std::to_string(rows.size()) + "] " + row.problem.name() +
+               " " + mode_name(row.mode);
       if (seconds_since_start() > seconds_) {
         std::fprintf(stderr, "%s: left out, %g seconds are over\n", title_.c_str(), seconds_);
         continue;

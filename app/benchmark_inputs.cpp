@@ -203,10 +203,10 @@ Expected expected_output(const Problem& problem, const Inputs& inputs, std::int6
 
 std::string fault(const Expected& expected, const at::Tensor& output) {
   const at::Tensor error = (output.reshape(expected.output.sizes()).to(at::kDouble) - expected.output).abs();
-  const double worst = at::nan_to_num(error / expected.bound, std::numeric_limits<double>::infinity(),
-                                      std::numeric_limits<double>::infinity())
-                           .max()
-                           .item<double>();
+  // NaN as infinity; an element that is exactly right may have a bound of 0.
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const at::Tensor ratio = at::where(error == 0.0, 0.0, error / expected.bound);
+  const double worst = at::nan_to_num(ratio, infinity, infinity).max().item<double>();
   return worst <= 1.0 ? std::string() : "the largest error is " + std::to_string(worst) + " times its bound";
 }
 

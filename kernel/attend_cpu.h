@@ -12,7 +12,8 @@
 namespace single_query {
 namespace {
 
-constexpr int tile_sums = 8; // vectors of sums that a tile keeps in registers
+constexpr int rows_ahead = 16; // to prefetch
+constexpr int tile_sums = 8;   // vectors of sums that a tile keeps in registers
 constexpr int padded_head_dim = static_cast<int>(max_head_dim);
 constexpr int block_size = static_cast<int>(block_keys);
 
@@ -50,6 +51,7 @@ struct Block {
 struct TaskState {
   alignas(64) float query[most_task_heads][padded_head_dim];
   alignas(64) float values[most_task_heads][padded_head_dim];
+  alignas(64) float block_values[most_task_heads][padded_head_dim];
   alignas(64) float scores[most_task_heads][block_size]; // then weights times the value scale
   float max_score[most_task_heads];
   float sum_exp[most_task_heads];
@@ -63,7 +65,8 @@ inline void dot_tile(const RowVectors& vectors, const Element* const* rows, cons
                      float (*scores)[block_size], int first_score) {
   constexpr int keys = tile_sums / heads;
   const int last = (vectors.count - 1) * lanes;
-  Vector sums[tile_sums] = {};
+  Vector sums[tile_sums];
+  clear(sums);
   for (int d = 0; d < last; d += lanes) {
     for (int k = 0; k < keys; ++k) {
       const Vector key = load(rows[k] + d);
@@ -134,14 +137,20 @@ inline void weigh_scores(const Block<Element>& block, int h, float value_scale, 
   state.sum_exp[h] = state.sum_exp[h] * state.rescale[h] + sum_of_lanes(sums);
 }
 
-// values[h] = rescale[h] * values[h] + sum_k weights[h, k] rows[k], for `heads` heads and `count` vectors of the row
-// from `first` on.
+// block_values[h] += sum_k weights[h, k] rows[k], for rows begin .. end - 1, `heads` heads and `count` vectors of the
+// row from `first` on.
 template <int heads, int count, typename Element>
-inline void value_tile(const RowVectors& vectors, const Block<Element>& block, int head, int first, TaskState& state) {
+inline void value_tile(const RowVectors& vectors, const Block<Element>& block, int begin, int end, int head, int first,
+                       TaskState& state) {
   const int offset = first * lanes;
   const int last_offset = vectors.offset(first + count - 1);
-  Vector sums[heads * count] = {};
-  for (int k = 0; k < block.count; ++k) {
+  Vector sums[heads * count];
+  for (int h = 0; h < heads; ++h) {
+    for (int i = 0; i < count; ++i) {
+      sums[h * count + i] = load(state.block_values[head + h] + offset + i * lanes);
+    }
+  }
+  for (int k = begin; k < end; ++k) {
     const Element* row = block.value_rows[k];
     for (int i = 0; i < count; ++i) {
       const Vector value = load(row + (i + 1 < count ? offset + i * lanes : last_offset));
@@ -152,54 +161,80 @@ inline void value_tile(const RowVectors& vectors, const Block<Element>& block, i
   }
   for (int h = 0; h < heads; ++h) {
     for (int i = 0; i < count; ++i) {
-      float* values = state.values[head + h] + offset + i * lanes;
-      store(values, load(values) * state.rescale[head + h] + sums[h * count + i]);
+      store(state.block_values[head + h] + offset + i * lanes, sums[h * count + i]);
     }
   }
 }
 
 template <int heads, int most, typename Element>
-inline void value_tile_of(int count, const RowVectors& vectors, const Block<Element>& block, int head, int first,
-                          TaskState& state) {
+inline void value_tile_of(int count, const RowVectors& vectors, const Block<Element>& block, int begin, int end,
+                          int head, int first, TaskState& state) {
   if (count == most) {
-    value_tile<heads, most>(vectors, block, head, first, state);
+    value_tile<heads, most>(vectors, block, begin, end, head, first, state);
   } else if constexpr (most > 1) {
-    value_tile_of<heads, most - 1>(count, vectors, block, head, first, state);
+    value_tile_of<heads, most - 1>(count, vectors, block, begin, end, head, first, state);
   }
 }
 
 template <int heads, typename Element>
-inline void add_values(const RowVectors& vectors, const Block<Element>& block, int head, int end, TaskState& state) {
+inline void add_values(const RowVectors& vectors, const Block<Element>& block, int begin, int end, int head,
+                       int end_head, TaskState& state) {
   constexpr int most = tile_sums / heads;
   const int tiles = (vectors.count + most - 1) / most;
   const int count = (vectors.count + tiles - 1) / tiles; // of about the same width, since a narrow one waits for itself
-  for (; head + heads <= end; head += heads) {
+  for (; head + heads <= end_head; head += heads) {
     for (int first = 0; first < vectors.count; first += count) {
       const int rest = vectors.count - first;
-      value_tile_of<heads, most>(count < rest ? count : rest, vectors, block, head, first, state);
+      value_tile_of<heads, most>(count < rest ? count : rest, vectors, block, begin, end, head, first, state);
     }
   }
   if constexpr (heads > 1) {
-    add_values<heads / 2>(vectors, block, head, end, state);
+    add_values<heads / 2>(vectors, block, begin, end, head, end_head, state);
+  }
+}
+
+// Ask for rows begin .. begin + tile_sums - 1, those that the block has: the first rows of a page and rows with gaps
+// between them are beyond the processor's own foresight.
+template <typename Element>
+inline void prefetch(const RowVectors& vectors, const Element* const* rows, int begin, int count) {
+  constexpr int line = 64 / static_cast<int>(sizeof(Element));
+  for (int k = begin; k < begin + tile_sums && k < count; ++k) {
+    for (int d = 0; d < vectors.last_offset + lanes; d += line) {
+      __builtin_prefetch(rows[k] + d);
+    }
   }
 }
 
 template <typename Element>
 inline void attend_block(const RowVectors& vectors, Block<Element>& block, int first_head, int end_head,
                          float value_scale, TaskState& state) {
-  if (block.count == 0) {
+  const int count = block.count;
+  if (count == 0) {
     return;
   }
-  for (int k = block.count; k % tile_sums != 0; ++k) {
-    block.key_rows[k] = block.key_rows[block.count - 1];
+  for (int k = count; k % tile_sums != 0; ++k) {
+    block.key_rows[k] = block.key_rows[count - 1];
   }
-  for (int k = 0; k < block.count; k += tile_sums) {
+  for (int k = 0; k < count; k += tile_sums) {
+    prefetch(vectors, block.key_rows, k + rows_ahead, count);
     dot_rows<4>(vectors, block, k, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
     weigh_scores(block, h, value_scale, state);
+    for (int i = 0; i < vectors.count; ++i) {
+      store(state.block_values[h] + i * lanes, Vector{});
+    }
   }
-  add_values<4>(vectors, block, first_head, end_head, state);
+  for (int k = 0; k < count; k += tile_sums) {
+    prefetch(vectors, block.value_rows, k + rows_ahead, count);
+    add_values<4>(vectors, block, k, k + tile_sums < count ? k + tile_sums : count, first_head, end_head, state);
+  }
+  for (int h = first_head; h < end_head; ++h) {
+    for (int i = 0; i < vectors.count; ++i) {
+      float* values = state.values[h] + i * lanes;
+      store(values, load(values) * state.rescale[h] + load(state.block_values[h] + i * lanes));
+    }
+  }
 }
 
 } // namespace

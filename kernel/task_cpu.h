@@ -85,11 +85,17 @@ inline void pack(const Block<Scalar>& block, int head_dim, PackedRows& rows, Blo
   }
 }
 
-// Softmax states of a row, merged in order, and the sink; `part(p, first, count, state)` gives elements first ..
-// first + count - 1 of state p.
-template <typename Scalar, typename Part>
-inline void merge_row(std::int64_t parts, int head_dim, const float* sink, const Part& part, Scalar* output,
-                      float* lse) {
+// The softmax state of one query head, of any number of values.
+struct RowState {
+  float max_score = negative_infinity;
+  float sum_exp = 0;
+  alignas(64) float values[padded_head_dim]; // times the value scale
+};
+
+// States of disjoint sets of keys, merged in order: `part(p, first, count, state)` gives max_score, sum_exp and
+// elements first .. first + count - 1 of the values of part p.
+template <typename Part>
+inline void merge_states(std::int64_t parts, int head_dim, const Part& part, RowState& merged) {
   constexpr int chunk = 64;
   for (int first = 0; first < head_dim; first += chunk) {
     const int count = head_dim - first < chunk ? head_dim - first : chunk;
@@ -97,53 +103,61 @@ inline void merge_row(std::int64_t parts, int head_dim, const float* sink, const
     for (std::int64_t p = 0; p < parts; ++p) {
       SoftmaxState<chunk> other;
       part(p, first, count, other);
-      if (p == 0) {
-        state = other;
-      } else {
-        state.merge(other);
-      }
+      state.merge(other);
     }
-    if (sink != nullptr) {
-      state.merge_sink(*sink);
-    }
-    float result[chunk];
-    for (int i = 0; i < chunk; ++i) {
-      result[i] = state.output(i, value_scale_of<Scalar>());
-    }
-    narrow(result, count, output + first);
-    if (first == 0 && lse != nullptr) {
-      *lse = state.log_sum_exp();
-    }
+    std::memcpy(merged.values + first, state.values, sizeof(state.values));
+    merged.max_score = state.max_score;
+    merged.sum_exp = state.sum_exp;
   }
 }
 
-// merge_row into output and lse of one query head of an attention problem.
-template <typename Scalar, typename Part>
-inline void finish_row(const AttentionProblem& problem, std::int64_t batch, std::int64_t query_head, std::int64_t parts,
-                       const Part& part) {
-  merge_row(parts, static_cast<int>(problem.head_dim),
-            problem.sinks == nullptr ? nullptr : problem.sinks + query_head * problem.sinks_stride, part,
-            static_cast<Scalar*>(problem.output) + batch * problem.output_stride_batch +
-                query_head * problem.output_stride_head,
-            problem.lse == nullptr
-                ? nullptr
-                : problem.lse + batch * problem.lse_stride_batch + query_head * problem.lse_stride_head);
+// output[d] and lse of a row. What happens to a value on the way to the output is a factor: that of a 1.
+template <typename Scalar>
+inline void finish_row(float max_score, float sum_exp, float* values, int head_dim, const float* sink, Scalar* output,
+                       float* lse) {
+  SoftmaxState<1> one;
+  one.max_score = max_score;
+  one.sum_exp = sum_exp;
+  one.values[0] = 1;
+  if (sink != nullptr) {
+    one.merge_sink(*sink);
+  }
+  const float factor = one.output(0, value_scale_of<Scalar>());
+  for (int d = 0; d < head_dim; d += lanes) {
+    store(values + d, sum_exp == 0 ? Vector{} : load(values + d) * factor);
+  }
+  narrow(values, head_dim, output);
+  if (lse != nullptr) {
+    *lse = one.log_sum_exp();
+  }
+}
+
+template <typename Scalar>
+inline void finish_row(const AttentionProblem& problem, std::int64_t batch, std::int64_t query_head, float max_score,
+                       float sum_exp, float* values) {
+  finish_row(max_score, sum_exp, values, static_cast<int>(problem.head_dim),
+             problem.sinks == nullptr ? nullptr : problem.sinks + query_head * problem.sinks_stride,
+             static_cast<Scalar*>(problem.output) + batch * problem.output_stride_batch +
+                 query_head * problem.output_stride_head,
+             problem.lse == nullptr
+                 ? nullptr
+                 : problem.lse + batch * problem.lse_stride_batch + query_head * problem.lse_stride_head);
 }
 
 template <typename Scalar>
 inline void start_task(const AttentionProblem& problem, const HostTask& task, const RowVectors& vectors,
                        TaskState& state) {
+  const int head_dim = static_cast<int>(problem.head_dim);
   const int whole_vectors = (vectors.count - 1) * lanes;
   for (int h = 0; h < task.query_heads; ++h) {
     const std::int64_t query_head = task.first_query_head + h;
     const Scalar* query = static_cast<const Scalar*>(problem.query) + task.batch * problem.query_stride_batch +
                           query_head * problem.query_stride_head;
-    float row[padded_head_dim];
-    store(row, Vector{}); // for a row shorter than a vector
-    widen(query, static_cast<int>(problem.head_dim), row);
-    std::memcpy(state.query[h], row, static_cast<std::size_t>(whole_vectors) * sizeof(float));
-    store(state.query[h] + whole_vectors, vectors.fresh(load(row + vectors.last_offset)));
-    for (int d = 0; d < vectors.count * lanes; d += lanes) {
+    widen(query, whole_vectors, state.query[h]);
+    float last[lanes] = {};
+    widen(query + vectors.last_offset, head_dim < lanes ? head_dim : lanes, last);
+    store(state.query[h] + whole_vectors, vectors.fresh(load(last)));
+    for (int d = 0; d <= whole_vectors; d += lanes) {
       store(state.values[h] + d, Vector{});
     }
     state.max_score[h] = negative_infinity;
@@ -191,12 +205,7 @@ void attend_task(const AttentionProblem& problem, const HostTask& task) {
       partial[1] = state.sum_exp[h];
       std::memcpy(partial + 2, values, static_cast<std::size_t>(head_dim) * sizeof(float));
     } else {
-      finish_row<Scalar>(problem, task.batch, task.first_query_head + h, 1,
-                         [&](std::int64_t, int first, int count, auto& part) {
-                           part.max_score = state.max_score[h];
-                           part.sum_exp = state.sum_exp[h];
-                           widen(values + first, count, part.values);
-                         });
+      finish_row<Scalar>(problem, task.batch, task.first_query_head + h, state.max_score[h], state.sum_exp[h], values);
     }
   }
 }
@@ -206,37 +215,46 @@ void attend(const AttentionProblem& problem, const HostTask& task) {
 }
 
 void merge_partials(const AttentionProblem& problem, const HostPartials& partials) {
+  RowState merged;
+  merge_states(
+      partials.splits, static_cast<int>(problem.head_dim),
+      [&](std::int64_t split, int first, int count, auto& part) {
+        const float* partial = partials.first + split * partials.stride;
+        part.max_score = partial[0];
+        part.sum_exp = partial[1];
+        widen(partial + 2 + first, count, part.values);
+      },
+      merged);
   with_scalar(problem.dtype, [&](auto scalar) {
-    finish_row<decltype(scalar)>(problem, partials.batch, partials.query_head, partials.splits,
-                                 [&](std::int64_t split, int first, int count, auto& part) {
-                                   const float* partial = partials.first + split * partials.stride;
-                                   part.max_score = partial[0];
-                                   part.sum_exp = partial[1];
-                                   widen(partial + 2 + first, count, part.values);
-                                 });
+    finish_row<decltype(scalar)>(problem, partials.batch, partials.query_head, merged.max_score, merged.sum_exp,
+                                 merged.values);
   });
 }
 
 void merge_parts(const MergeProblem& problem, std::int64_t batch, std::int64_t head) {
   with_scalar(problem.dtype, [&](auto scalar) {
     using Scalar = decltype(scalar);
+    const int head_dim = static_cast<int>(problem.head_dim);
     const Scalar* outputs = static_cast<const Scalar*>(problem.outputs) + batch * problem.outputs_stride_batch +
                             head * problem.outputs_stride_head;
     const float* lse = problem.lse + batch * problem.lse_stride_batch + head * problem.lse_stride_head;
-    merge_row(
-        problem.parts, static_cast<int>(problem.head_dim), nullptr,
+    RowState merged;
+    merge_states(
+        problem.parts, head_dim,
         [&](std::int64_t p, int first, int count, auto& part) {
-          const float part_lse = lse[p * problem.lse_stride_part];
-          if (part_lse == negative_infinity) {
-            return; // the identity, whatever the output holds
+          part.max_score = lse[p * problem.lse_stride_part];
+          if (part.max_score == negative_infinity) {
+            return; // no key: whatever the output holds
           }
-          part.max_score = part_lse;
           part.sum_exp = 1;
           widen(outputs + p * problem.outputs_stride_part + first, count, part.values);
           for (int i = 0; i < count; ++i) {
             part.values[i] *= value_scale_of<Scalar>();
           }
         },
+        merged);
+    finish_row(
+        merged.max_score, merged.sum_exp, merged.values, head_dim, nullptr,
         static_cast<Scalar*>(problem.output) + batch * problem.output_stride_batch + head * problem.output_stride_head,
         problem.output_lse == nullptr
             ? nullptr

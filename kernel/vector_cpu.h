@@ -33,6 +33,14 @@ inline void store(__nv_bfloat16* to, const Vector& x) {
   std::memcpy(static_cast<void*>(to), &halves, sizeof(halves));
 }
 
+// One by one, where `= {}` becomes a call or a string instruction that costs more than the sums.
+template <int count>
+inline void clear(Vector (&sums)[count]) {
+  for (int i = 0; i < count; ++i) {
+    sums[i] = Vector{};
+  }
+}
+
 // exp(x) for x <= 0 and NaN, to 1 ulp; 0 below exp(-87), which no sum with a 1 in it can feel.
 // x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by its Taylor polynomial, whose remainder is r^8 / 8! < 6e-9.
 inline Vector exp_of_nonpositive(const Vector& x) {

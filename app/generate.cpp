@@ -302,6 +302,7 @@ int main(int argc, char** argv) {
     TORCH_CHECK(parsed && (FLAGS_device == "auto" || FLAGS_device == "cpu" || FLAGS_device == "cuda"),
                 "usage: single_query_generate [--device=auto|cpu|cuda]");
     const bool cuda = FLAGS_device == "cuda" || (FLAGS_device == "auto" && torch::cuda::is_available());
+    TORCH_CHECK(!cuda || torch::cuda::is_available(), "there is no CUDA device");
     return generate(cuda ? torch::kCUDA : torch::kCPU) ? 0 : 1;
   } catch (const c10::Error& error) {
     std::cerr << "single_query_generate: " << error.what_without_backtrace() << "\n";

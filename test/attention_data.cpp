@@ -3,7 +3,6 @@
 #include "element.h"
 
 #include <algorithm>
-#include <map>
 #include <stdexcept>
 
 namespace single_query::test {
@@ -11,17 +10,10 @@ namespace single_query::test {
 const std::array<const char*, tensor_count> tensor_names = {"query", "key",  "value", "page_table", "lengths",
                                                             "alibi", "mask", "sinks", "output",     "lse"};
 
-namespace {
-
-struct Plan {
-  std::map<char, std::int64_t> strides;
-  std::int64_t elements = 0; // up to and with the last element that is used
-};
-
 // A stride that an axis of size 1 may have, since nothing multiplies it but 0.
 constexpr std::int64_t garbage_stride = 0x7ff3456789abc;
 
-Plan plan(const Layout& layout, const std::map<char, std::int64_t>& sizes, std::int64_t row, bool garbage) {
+Plan plan(const Layout& layout, const std::map<char, std::int64_t>& sizes, std::int64_t row, bool garbage_strides) {
   if (layout.order.size() != sizes.size()) {
     throw std::invalid_argument("a layout names each axis once: " + layout.order);
   }
@@ -34,13 +26,15 @@ Plan plan(const Layout& layout, const std::map<char, std::int64_t>& sizes, std::
       throw std::invalid_argument("a layout with an axis that the tensor does not have: " + layout.order);
     }
     const bool shared = layout.shared.find(*axis) != std::string::npos;
-    result.strides[*axis] = shared ? 0 : garbage && size->second == 1 ? garbage_stride : stride;
+    result.strides[*axis] = shared ? 0 : garbage_strides && size->second == 1 ? garbage_stride : stride;
     stride *= shared ? 1 : size->second;
     empty = empty || size->second == 0;
   }
   result.elements = layout.offset + (empty ? 0 : stride - layout.pad);
   return result;
 }
+
+namespace {
 
 DataType mask_data_type(MaskType type) {
   return type == MaskType::float16    ? DataType::float16
@@ -167,10 +161,29 @@ void AttentionData::each_row(Tensor tensor,
   }
 }
 
+DataType AttentionData::type_of(Tensor tensor) const {
+  switch (tensor) {
+  case Tensor::query:
+  case Tensor::key:
+  case Tensor::value:
+  case Tensor::output:
+    return case_.dtype;
+  case Tensor::mask:
+    return mask_data_type(case_.mask_type);
+  default:
+    return DataType::float32;
+  }
+}
+
 // Elements are counted from the tensor's first one; an interleaved value's lie in the key's buffer.
-void AttentionData::set(Tensor tensor, DataType type, std::int64_t element, double value) {
+double AttentionData::get(Tensor tensor, std::int64_t element) const {
   const Tensor owner = tensor == Tensor::value && case_.interleaved() ? Tensor::key : tensor;
-  encode(type, buffer(owner).data(), offset(tensor) + element, value);
+  return decode(type_of(tensor), buffer(owner).data(), offset(tensor) + element);
+}
+
+void AttentionData::set(Tensor tensor, std::int64_t element, double value) {
+  const Tensor owner = tensor == Tensor::value && case_.interleaved() ? Tensor::key : tensor;
+  encode(type_of(tensor), buffer(owner).data(), offset(tensor) + element, value);
 }
 
 std::int64_t AttentionData::first_key(std::int64_t b) const {
@@ -184,11 +197,17 @@ bool AttentionData::takes_part(std::int64_t b, std::int64_t h, std::int64_t n) c
   if (case_.mask.order.empty()) {
     return true;
   }
-  const std::int64_t at =
-      offset(Tensor::mask) + b * layout_.mask_stride_batch + h * layout_.mask_stride_head + n * layout_.mask_stride_key;
-  const std::byte* mask = buffer(Tensor::mask).data();
-  return case_.mask_type == MaskType::boolean ? mask[at] != std::byte(0)
-                                              : decode(mask_data_type(case_.mask_type), mask, at) != -INFINITY;
+  const std::int64_t at = mask_element(b, h, n);
+  return case_.mask_type == MaskType::boolean ? buffer(Tensor::mask).data()[offset(Tensor::mask) + at] != std::byte(0)
+                                              : get(Tensor::mask, at) != -INFINITY;
+}
+
+std::int64_t AttentionData::query_row(std::int64_t b, std::int64_t h) const {
+  return b * layout_.query_stride_batch + h * layout_.query_stride_head;
+}
+
+std::int64_t AttentionData::mask_element(std::int64_t b, std::int64_t h, std::int64_t n) const {
+  return b * layout_.mask_stride_batch + h * layout_.mask_stride_head + n * layout_.mask_stride_key;
 }
 
 std::int64_t AttentionData::page_of(std::int64_t b, std::int64_t n) const {
@@ -211,24 +230,23 @@ std::int64_t AttentionData::value_row(std::int64_t b, std::int64_t kv_head, std:
 }
 
 void AttentionData::set_query(std::int64_t b, std::int64_t h, std::int64_t d, double value) {
-  set(Tensor::query, case_.dtype, b * layout_.query_stride_batch + h * layout_.query_stride_head + d, value);
+  set(Tensor::query, query_row(b, h) + d, value);
 }
 
 void AttentionData::set_key(std::int64_t b, std::int64_t kv_head, std::int64_t n, std::int64_t d, double value) {
-  set(Tensor::key, case_.dtype, key_row(b, kv_head, n) + d, value);
+  set(Tensor::key, key_row(b, kv_head, n) + d, value);
 }
 
 void AttentionData::set_value(std::int64_t b, std::int64_t kv_head, std::int64_t n, std::int64_t d, double value) {
-  set(Tensor::value, case_.dtype, value_row(b, kv_head, n) + d, value);
+  set(Tensor::value, value_row(b, kv_head, n) + d, value);
 }
 
 void AttentionData::set_mask(std::int64_t b, std::int64_t h, std::int64_t n, double value) {
-  const std::int64_t element =
-      b * layout_.mask_stride_batch + h * layout_.mask_stride_head + n * layout_.mask_stride_key;
+  const std::int64_t at = mask_element(b, h, n);
   if (case_.mask_type == MaskType::boolean) {
-    buffer(Tensor::mask).data()[offset(Tensor::mask) + element] = std::byte(value != 0);
+    buffer(Tensor::mask).data()[offset(Tensor::mask) + at] = std::byte(value != 0);
   } else {
-    set(Tensor::mask, mask_data_type(case_.mask_type), element, value);
+    set(Tensor::mask, at, value);
   }
 }
 
@@ -241,6 +259,9 @@ void AttentionData::set_length(std::int64_t b, std::int64_t value) {
     reinterpret_cast<std::int32_t*>(lengths)[at] = static_cast<std::int32_t>(value);
   }
   lengths_[static_cast<std::size_t>(b)] = std::clamp<std::int64_t>(value, 0, case_.capacity());
+  if (!free_pages_.empty()) {
+    assign_pages(b);
+  }
 }
 
 void AttentionData::set_page(std::int64_t b, std::int64_t page, std::int32_t value) {
@@ -250,11 +271,37 @@ void AttentionData::set_page(std::int64_t b, std::int64_t page, std::int32_t val
 }
 
 void AttentionData::set_alibi_slope(std::int64_t b, std::int64_t h, float value) {
-  set(Tensor::alibi, DataType::float32, b * layout_.alibi_stride_batch + h * layout_.alibi_stride_head, value);
+  set(Tensor::alibi, b * layout_.alibi_stride_batch + h * layout_.alibi_stride_head, value);
 }
 
 void AttentionData::set_sink(std::int64_t h, float value) {
-  set(Tensor::sinks, DataType::float32, h * layout_.sinks_stride, value);
+  set(Tensor::sinks, h * layout_.sinks_stride, value);
+}
+
+void AttentionData::copy_row(std::int64_t b, AttentionData& to, std::int64_t to_batch, std::int64_t shift) const {
+  const AttentionCase& c = case_;
+  const std::int64_t group = c.query_heads / c.kv_heads;
+  const std::int64_t first = first_key(b);
+  const bool boolean = c.mask_type == MaskType::boolean;
+  for (std::int64_t h = 0; h < c.query_heads; ++h) {
+    for (std::int64_t d = 0; d < c.head_dim; ++d) {
+      to.set_query(to_batch, h, d, get(Tensor::query, query_row(b, h) + d));
+      for (std::int64_t n = first; h % group == 0 && n < length(b); ++n) {
+        to.set_key(to_batch, h / group, n - shift, d, get(Tensor::key, key_row(b, h / group, n) + d));
+        to.set_value(to_batch, h / group, n - shift, d, get(Tensor::value, value_row(b, h / group, n) + d));
+      }
+    }
+    for (std::int64_t n = first; !to.case_.mask.order.empty() && n < length(b); ++n) {
+      to.set_mask(to_batch, h, n - shift, boolean ? takes_part(b, h, n) : get(Tensor::mask, mask_element(b, h, n)));
+    }
+    if (!c.alibi.order.empty()) {
+      const std::int64_t at = b * layout_.alibi_stride_batch + h * layout_.alibi_stride_head;
+      to.set_alibi_slope(to_batch, h, static_cast<float>(get(Tensor::alibi, at)));
+    }
+    if (!c.sinks.order.empty()) {
+      to.set_sink(h, static_cast<float>(get(Tensor::sinks, h * layout_.sinks_stride)));
+    }
+  }
 }
 
 void AttentionData::set_scores(std::int64_t b, std::int64_t kv_head, const std::vector<double>& scores,

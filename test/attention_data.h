@@ -9,9 +9,20 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <vector>
 
 namespace single_query::test {
+
+// Where a tensor's elements lie.
+struct Plan {
+  std::map<char, std::int64_t> strides; // by axis
+  std::int64_t elements = 0;            // up to and with the last one that is used
+};
+
+// `row`: elements of the axis that the layout does not name. Throws std::invalid_argument for axes that are not those
+// of `sizes`.
+Plan plan(const Layout& layout, const std::map<char, std::int64_t>& sizes, std::int64_t row, bool garbage_strides);
 
 enum class Tensor { query, key, value, page_table, lengths, alibi, mask, sinks, output, lse };
 constexpr std::size_t tensor_count = 10;
@@ -45,10 +56,14 @@ public:
   void set_key(std::int64_t b, std::int64_t kv_head, std::int64_t n, std::int64_t d, double value);
   void set_value(std::int64_t b, std::int64_t kv_head, std::int64_t n, std::int64_t d, double value);
   void set_mask(std::int64_t b, std::int64_t h, std::int64_t n, double value);
-  void set_length(std::int64_t b, std::int64_t value);
+  void set_length(std::int64_t b, std::int64_t value); // new keys get pages, which hold poison
   void set_page(std::int64_t b, std::int64_t page, std::int32_t value);
   void set_alibi_slope(std::int64_t b, std::int64_t h, float value);
   void set_sink(std::int64_t h, float value);
+
+  // What row b's keys, query and modifiers hold, written to row `to_batch` of `to`, wherever those lie there: key n to
+  // key n - shift.
+  void copy_row(std::int64_t b, AttentionData& to, std::int64_t to_batch, std::int64_t shift) const;
 
   // query = e0 for every head and key[n] = score * e0, so that with scale 1 the score is exactly `score`; and value[n]
   // = value in every element.
@@ -63,14 +78,19 @@ public:
 private:
   std::int64_t offset(Tensor tensor) const { return offsets_[static_cast<std::size_t>(tensor)]; }
   std::int64_t& offset(Tensor tensor) { return offsets_[static_cast<std::size_t>(tensor)]; }
+  std::int64_t query_row(std::int64_t b, std::int64_t h) const;
+  std::int64_t mask_element(std::int64_t b, std::int64_t h, std::int64_t n) const;
   std::int64_t key_row(std::int64_t b, std::int64_t kv_head, std::int64_t n) const;
   std::int64_t value_row(std::int64_t b, std::int64_t kv_head, std::int64_t n) const;
   std::int64_t page_of(std::int64_t b, std::int64_t n) const;
-  void set(Tensor tensor, DataType type, std::int64_t element, double value);
+  DataType type_of(Tensor tensor) const;
+  double get(Tensor tensor, std::int64_t element) const;
+  void set(Tensor tensor, std::int64_t element, double value);
 
   void lay_out();
   void fill_lengths(Random& random);
   void fill_page_table(Random& random);
+  void assign_pages(std::int64_t b); // to the entries that row b's keys need and have not got
   void fill_mask(Random& random);
   void fill_modifiers(Random& random);
   void fill_query_and_cache(Random& random);
@@ -81,6 +101,8 @@ private:
   PerTensor<GuardedBuffer> buffers_;
   PerTensor<std::int64_t> offsets_ = {}; // of the first element from the end of the first guard
   std::vector<std::int64_t> lengths_;    // [batch], clamped
+  std::vector<std::int32_t> free_pages_; // in random order
+  std::vector<char> assigned_;           // [batch, max_pages]: the page table's entry is one of the pages
 };
 
 } // namespace single_query::test

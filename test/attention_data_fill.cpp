@@ -39,16 +39,25 @@ void AttentionData::fill_page_table(Random& random) {
   if (case_.page_size == 0) {
     return;
   }
-  std::vector<std::int32_t> pool(static_cast<std::size_t>(layout_.pages));
-  std::iota(pool.begin(), pool.end(), 0);
-  for (std::size_t i = pool.size(); i > 1; --i) {
-    std::swap(pool[i - 1], pool[random.bits() % i]);
+  assigned_.assign(static_cast<std::size_t>(case_.batch * case_.max_pages()), 0);
+  free_pages_.resize(static_cast<std::size_t>(layout_.pages));
+  std::iota(free_pages_.begin(), free_pages_.end(), 0);
+  for (std::size_t i = free_pages_.size(); i > 1; --i) {
+    std::swap(free_pages_[i - 1], free_pages_[random.bits() % i]);
   }
   for (std::int64_t b = 0; b < case_.batch; ++b) {
-    const std::int64_t end = (length(b) + case_.page_size - 1) / case_.page_size;
-    for (std::int64_t page = first_key(b) / case_.page_size; page < end; ++page) {
-      set_page(b, page, pool.back());
-      pool.pop_back();
+    assign_pages(b);
+  }
+}
+
+void AttentionData::assign_pages(std::int64_t b) {
+  const std::int64_t end = (length(b) + case_.page_size - 1) / case_.page_size;
+  for (std::int64_t page = first_key(b) / case_.page_size; page < end; ++page) {
+    char& assigned = assigned_[static_cast<std::size_t>(b * case_.max_pages() + page)];
+    if (assigned == 0) {
+      assigned = 1;
+      set_page(b, page, free_pages_.back());
+      free_pages_.pop_back();
     }
   }
 }
@@ -82,15 +91,14 @@ void AttentionData::fill_query_and_cache(Random& random) {
   const AttentionCase& c = case_;
   const auto fill_row = [&](Tensor tensor, std::int64_t row, double mean, double magnitude) {
     for (std::int64_t d = 0; d < c.head_dim; ++d) {
-      set(tensor, c.dtype, row + d, mean + random.uniform(-magnitude, magnitude));
+      set(tensor, row + d, mean + random.uniform(-magnitude, magnitude));
     }
   };
   const bool one_hot = c.values == Values::one_hot;
   const double key_magnitude = c.values == Values::random ? c.key_magnitude : 0;
   for (std::int64_t b = 0; b < c.batch; ++b) {
     for (std::int64_t h = 0; h < c.query_heads; ++h) {
-      const std::int64_t row = b * layout_.query_stride_batch + h * layout_.query_stride_head;
-      fill_row(Tensor::query, row, 0, c.query_magnitude);
+      fill_row(Tensor::query, query_row(b, h), 0, c.query_magnitude);
       if (one_hot) {
         set_query(b, h, 0, 256);
       }

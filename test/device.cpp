@@ -48,6 +48,7 @@ void Memory::upload(const void* from, std::size_t bytes, std::size_t at) {
     std::memcpy(data_ + at, from, bytes);
   } else {
     require_cuda(cudaMemcpy(data_ + at, from, bytes, cudaMemcpyHostToDevice));
+    require_cuda(cudaStreamSynchronize(nullptr)); // from pageable memory the copy may still be on its way
   }
 }
 

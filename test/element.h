@@ -45,22 +45,20 @@ inline double unit_roundoff(DataType type) {
 
 template <DataType Type>
 SINGLE_QUERY_TEST_HOST_DEVICE inline double decode(const void* elements, std::int64_t index) {
-  if constexpr (Type == DataType::float32) {
-    return static_cast<const float*>(elements)[index];
-  } else {
-    const std::uint32_t bits = static_cast<const std::uint16_t*>(elements)[index];
-    const std::uint32_t sign = (bits & 0x8000u) << 16;
-    std::uint32_t wide = bits << 16; // bfloat16 is the upper half of a float32
-    float factor = 1;
-    if constexpr (Type == DataType::float16) {
-      const bool finite = (bits & 0x7c00u) != 0x7c00u;
-      wide = sign | (bits & 0x7fffu) << 13 | (finite ? 0u : 0x7f800000u);
-      factor = finite ? 0x1p112f : 1.0f; // the exponents' biases differ by 127 - 15
-    }
-    float value;
-    memcpy(&value, &wide, sizeof(value));
-    return static_cast<double>(value) * factor;
+  constexpr std::int64_t bytes = Type == DataType::float32 ? 4 : 2;
+  std::uint32_t bits = 0;
+  memcpy(&bits, static_cast<const char*>(elements) + index * bytes, bytes); // little endian
+  float factor = 1;
+  if constexpr (Type == DataType::bfloat16) {
+    bits <<= 16; // the upper half of a float32
+  } else if constexpr (Type == DataType::float16) {
+    const bool finite = (bits & 0x7c00u) != 0x7c00u;
+    factor = finite ? 0x1p112f : 1.0f; // the exponents' biases differ by 127 - 15
+    bits = (bits & 0x8000u) << 16 | (bits & 0x7fffu) << 13 | (finite ? 0u : 0x7f800000u);
   }
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return static_cast<double>(value) * factor;
 }
 
 // Call body with the dtype as a compile-time constant.
@@ -99,13 +97,18 @@ inline std::uint32_t encode_bits(DataType type, double value) {
   if (magnitude == 0 || std::isinf(value)) {
     return sign | (magnitude == 0 ? 0u : infinity);
   }
-  int exponent;
-  std::frexp(magnitude, &exponent);
-  const int step = std::max(exponent - format.precision, format.least_exponent);
-  const auto units = static_cast<std::uint32_t>(std::nearbyint(std::ldexp(magnitude, -step)));
-  const auto binade = static_cast<std::uint32_t>(step - format.least_exponent);
-  // A significand that rounds up to the next power of two carries into the exponent by itself.
-  return sign | std::min((binade << (format.precision - 1)) + units, infinity);
+  if (std::ilogb(magnitude) < format.least_exponent + format.precision - 1) { // subnormal: a multiple of the least one
+    return sign | static_cast<std::uint32_t>(std::nearbyint(std::ldexp(magnitude, -format.least_exponent)));
+  }
+  // Round the double's own bits, then take the difference of the biases from the exponent. A significand that rounds up
+  // to the next power of two carries into the exponent by itself.
+  std::uint64_t bits;
+  std::memcpy(&bits, &magnitude, sizeof(bits));
+  const int dropped = 53 - format.precision;
+  bits += (std::uint64_t{1} << (dropped - 1)) - 1 + (bits >> dropped & 1);
+  const int bias = 1 - (format.least_exponent + format.precision - 1);
+  const std::uint64_t shifted = (bits >> dropped) - (static_cast<std::uint64_t>(1023 - bias) << (format.precision - 1));
+  return sign | static_cast<std::uint32_t>(std::min<std::uint64_t>(shifted, infinity));
 }
 
 inline void encode(DataType type, void* elements, std::int64_t index, double value) {

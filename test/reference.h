@@ -209,9 +209,6 @@ void reference_row(const AttentionProblem& p, std::int64_t b, std::int64_t h, Re
     result.value_total[row * head_dim + d] = value.total;
     result.position[row * head_dim + d] = value.position;
   }
-  if (!any && std::isnan(sum)) {
-    std::fill_n(result.output.begin() + static_cast<std::ptrdiff_t>(row * head_dim), head_dim, sum);
-  }
   double added_that_matters = 0;
   for (std::size_t n = static_cast<std::size_t>(keys.begin); n < length; ++n) {
     if (value_rows[n] != no_value && weights[n] > least_weight_that_matters * largest_weight) {

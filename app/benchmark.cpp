@@ -1,34 +1,23 @@
 // single_query_benchmark: this library beside LibTorch's own attention, as a CSV.
-#include "benchmark_implementations.h"
-#include "benchmark_inputs.h"
 #include "benchmark_problem.h"
 #include "benchmark_results.h"
-#include "benchmark_timing.h"
+#include "benchmark_run.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/util/Exception.h>
 #include <c10/util/Flags.h>
+#include <torch/version.h>
 
 #include <algorithm>
-#include <cctype>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <functional>
-#include <limits>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 C10_DEFINE_string(rows, "all",
@@ -52,203 +41,6 @@ namespace {
 constexpr int exit_good = 0;
 constexpr int exit_wrong = 1; // a wrong result, or a ratio that became worse
 constexpr int exit_usage = 2; // usage or environment
-
-// Keeps LibTorch's warnings, which tell why a backend refuses a problem, for the one line that reports it.
-class WarningCollector : public c10::WarningHandler {
-public:
-  void process(const c10::Warning& warning) override {
-    const std::string& text = warning.msg();
-    // Beside the reason, LibTorch names every backend that select() has switched off.
-    if (text.find("disabled") == std::string::npos && text.find("because") == std::string::npos) {
-      text_ += (text_.empty() ? "" : "; ") + text;
-    }
-  }
-  std::string take() { return std::exchange(text_, std::string()); }
-
-private:
-  std::string text_;
-};
-
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
-}
-
-// "NVIDIA H200" -> "nvidia-h200": for file names and for a column of a CSV.
-std::string safe_name(const std::string& name) {
-  std::string safe;
-  for (const char c : name) {
-    if (std::isalnum(static_cast<unsigned char>(c)) != 0) {
-      safe += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-    } else if (!safe.empty() && safe.back() != '-') {
-      safe += '-';
-    }
-  }
-  return safe.substr(0, safe.find_last_not_of('-') + 1);
-}
-
-std::string cpu_name() {
-  std::string model = "cpu";
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    if (line.rfind("model name", 0) == 0) {
-      model = line.substr(line.find(':') + 1);
-      break;
-    }
-  }
-  return safe_name(model + " " + std::to_string(at::get_num_threads()) + " threads");
-}
-
-class Run {
-public:
-  Run(const std::string& path, at::Device device, double seconds)
-      : device_(device), seconds_(seconds),
-        device_name_(device.is_cuda() ? safe_name(at::cuda::getCurrentDeviceProperties()->name) : cpu_name()),
-        file_(path) {}
-
-  // Rows that do not fit into the time are named on standard error.
-  void measure(const std::vector<Row>& rows) {
-    std::size_t at = 0;
-    for (const Row& row : rows) {
-      ++at;
-      title_ = std::string("[") + std::to_string(at) + "/" + std::to_string(rows.size()) + "] " + row.problem.name() +
-               " " + mode_name(row.mode);
-      if (seconds_since_start() > seconds_) {
-        std::fprintf(stderr, "%s: left out, %g seconds are over\n", title_.c_str(), seconds_);
-        continue;
-      }
-      attempt("inputs", [&] { measure(row); });
-      if (device_.is_cuda()) {
-        c10::cuda::CUDACachingAllocator::emptyCache();
-      }
-    }
-    std::fprintf(stderr, "%zu results in %.0f s, written to %s\n", file_.results().size(), seconds_since_start(),
-                 file_.path().c_str());
-  }
-
-  void measure_empty() {
-    title_ = "empty kernel";
-    Problem nothing;
-    nothing.batch = nothing.query_heads = nothing.kv_heads = nothing.keys = nothing.head_dim = 0;
-    attempt("empty", [&] { add("empty", {nothing, Mode::graph, false}, time_empty()); });
-  }
-
-  // Whether this library was wrong, or did not run, anywhere.
-  bool failed() const { return failed_; }
-  const std::vector<Result>& results() const { return file_.results(); }
-
-private:
-  double seconds_since_start() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-
-  void measure(const Row& row) {
-    const double memory_limit = device_.is_cuda() ? 24e9 : 2e9;
-    const Inputs inputs = make_inputs(row.problem, device_, cold_bytes(), memory_limit);
-    const Expected first = expected_output(row.problem, inputs, 0);
-    const std::int64_t last_cache = inputs.caches() - 1;
-    const Expected last = last_cache == 0 ? first : expected_output(row.problem, inputs, last_cache);
-
-    std::vector<Implementation> correct;
-    for (const Implementation& candidate : implementations(row.problem, inputs, row.mode)) {
-      if (!candidate.ours && !row.peers) {
-        continue;
-      }
-      const bool ran = attempt(candidate.name, [&] {
-        candidate.select();
-        std::string found;
-        if (candidate.ours) {
-          found = fault(first, candidate.call(0));
-          found = found.empty() ? fault(last, candidate.call(last_cache)) : found;
-        } else {
-          found = gross_fault(first, candidate.call(0));
-        }
-        if (found.empty()) {
-          correct.push_back(candidate);
-          return;
-        }
-        failed_ = failed_ || candidate.ours;
-        std::fprintf(stderr, "%s %s: WRONG, not timed: %s\n", title_.c_str(), candidate.name.c_str(), found.c_str());
-      });
-      failed_ = failed_ || (candidate.ours && !ran);
-    }
-    if (device_.is_cpu()) {
-      const std::vector<Timing> timings = time_interleaved(correct, inputs.caches());
-      for (std::size_t i = 0; i < correct.size(); ++i) {
-        add(correct[i].name, row, timings[i]);
-      }
-      return;
-    }
-    for (const Implementation& implementation : correct) {
-      const bool ran = attempt(implementation.name, [&] {
-        implementation.select();
-        if (implementation.outputs.defined()) {
-          implementation.outputs.fill_(std::numeric_limits<double>::quiet_NaN());
-        }
-        const Timing timing = time(implementation, row, inputs.caches());
-        if (implementation.outputs.defined()) { // what the graph computed, and not the calls before it
-          const std::string found = fault(first, implementation.outputs[0]) + fault(last, implementation.outputs[-1]);
-          TORCH_CHECK(found.empty(), "WRONG in a graph: ", found);
-        }
-        add(implementation.name, row, timing);
-      });
-      failed_ = failed_ || (implementation.ours && !ran);
-    }
-    const bool reads_everything = row.problem.uniform() && row.problem.window == 0;
-    if (row.peers && row.mode == Mode::graph && reads_everything && !row.problem.warm) {
-      attempt("read", [&] {
-        const std::int64_t calls = calls_in_graph(row.problem.bytes(), inputs.caches());
-        add("read", row, time_read(inputs.key, inputs.value, calls));
-      });
-    }
-  }
-
-  static Timing time(const Implementation& implementation, const Row& row, std::int64_t caches) {
-    switch (row.mode) {
-    case Mode::graph:
-      return time_in_graph(implementation.call, caches, calls_in_graph(row.problem.bytes(), caches), !row.problem.warm);
-    case Mode::eager:
-      return time_eager(implementation.call, caches);
-    case Mode::host:
-      return time_on_host(implementation.call);
-    }
-    throw std::logic_error("Run::time: not a Mode");
-  }
-
-  void add(const std::string& implementation, const Row& row, const Timing& timing) {
-    const Result result = make_result(implementation, device_name_, row, timing);
-    file_.add(result);
-    std::fprintf(stderr, "%s %s: %.2f us (%.2f .. %.2f), %.4g TB/s\n", title_.c_str(), implementation.c_str(),
-                 result.microseconds, result.microseconds_min, result.microseconds_max, result.terabytes_per_second);
-  }
-
-  // What one implementation cannot do never ends the run; a GPU that no longer answers does.
-  bool attempt(const std::string& what, const std::function<void()>& action) {
-    warnings_.take();
-    try {
-      c10::WarningUtils::WarningHandlerGuard guard(&warnings_);
-      action();
-      return true;
-    } catch (const std::exception& error) {
-      const std::string reasons = warnings_.take();
-      std::fprintf(stderr, "%s %s: no time: %s%s%s\n", title_.c_str(), what.c_str(), first_line(error.what()).c_str(),
-                   reasons.empty() ? "" : ": ", first_line(reasons).c_str());
-      if (device_.is_cuda()) {
-        cudaGetLastError();
-        C10_CUDA_CHECK(cudaDeviceSynchronize());
-      }
-      return false;
-    }
-  }
-
-  at::Device device_;
-  double seconds_;
-  std::string device_name_;
-  ResultFile file_;
-  WarningCollector warnings_;
-  std::string title_;
-  bool failed_ = false;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> words;
@@ -303,9 +95,8 @@ std::string output_path(at::Device device) {
     return FLAGS_output;
   }
   const bool everything = FLAGS_filter.empty() && (FLAGS_sweep || FLAGS_rows == "all" || FLAGS_rows == "cpu");
-  const std::string name = (device.is_cuda() ? safe_name(at::cuda::getCurrentDeviceProperties()->name) : "cpu") +
-                           (FLAGS_sweep ? "-sweep" : "") + (everything ? "" : "-partial") +
-                           (FLAGS_check.empty() ? "" : "-check") + ".csv";
+  const std::string name = (device.is_cuda() ? device_name(device) : "cpu") + (FLAGS_sweep ? "-sweep" : "") +
+                           (everything ? "" : "-partial") + (FLAGS_check.empty() ? "" : "-check") + ".csv";
   return std::filesystem::is_directory("app/results") ? "app/results/" + name : name;
 }
 
@@ -353,6 +144,8 @@ int run() {
     stream.reset_stream(at::cuda::getStreamFromPool()); // a graph cannot be captured on the default stream
   }
   const at::Device device(cuda ? at::kCUDA : at::kCPU);
+  std::fprintf(stderr, "LibTorch %s, CUDA %d.%d, %s\n", TORCH_VERSION, CUDART_VERSION / 1000,
+               CUDART_VERSION % 1000 / 10, device_name(device).c_str());
   Run benchmark(output_path(device), device, seconds);
   if (cuda) {
     benchmark.measure_empty();
@@ -389,7 +182,8 @@ int main(int argc, char** argv) {
   try {
     return parse_flags(argc, argv) ? run() : exit_usage;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "single_query_benchmark: %s\n", first_line(error.what()).c_str());
+    const std::string message = error.what(); // LibTorch's goes on with a stack trace
+    std::fprintf(stderr, "single_query_benchmark: %s\n", message.substr(0, message.find('\n')).c_str());
     return exit_usage;
   }
 }

@@ -1,0 +1,316 @@
+// CUDA graphs, streams, threads and devices: every call goes to the current stream, and shares its scratch memory with
+// nothing that may run at the same time.
+#include "torch_case.h"
+
+#include <ATen/cuda/CUDAGraph.h>
+#include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/cuda.h>
+
+#include <chrono>
+#include <memory>
+#include <thread>
+
+namespace single_query::test {
+namespace {
+
+constexpr std::int64_t twenty_milliseconds = 40'000'000; // in clock cycles
+
+// Long enough to be split, so that it needs scratch memory; lengths that are on the device.
+struct LongCase {
+  explicit LongCase(std::int64_t keys = 8192, int device = 0) {
+    TensorCase c;
+    c.keys = keys;
+    c.head_dim = 64;
+    c.dtype = at::kHalf;
+    tensors = random_tensors(c, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+    options.lengths = torch::tensor({keys, keys / 3}, at::kInt).to(tensors.query.device());
+    torch::cuda::synchronize();
+  }
+  void set_length(std::int64_t length) { options.lengths->fill_(length); }
+  at::Tensor run() const { return attention(tensors.query, tensors.key, tensors.value, options); }
+  at::Tensor& run_into(at::Tensor& out) const {
+    return attention_out(out, tensors.query, tensors.key, tensors.value, options);
+  }
+
+  Tensors tensors;
+  AttentionOptions options;
+};
+
+// One call in a graph that LibTorch captures on a stream of its own.
+struct CapturedCall {
+  explicit CapturedCall(const LongCase& work) : stream(c10::cuda::getStreamFromPool()) {
+    const c10::cuda::CUDAStreamGuard guard(stream);
+    graph.capture_begin();
+    output = work.run();
+    graph.capture_end();
+  }
+  void replay() {
+    const c10::cuda::CUDAStreamGuard guard(stream);
+    graph.replay();
+  }
+
+  c10::cuda::CUDAStream stream;
+  at::cuda::CUDAGraph graph;
+  at::Tensor output;
+};
+
+// A call in a graph that LibTorch's allocator knows nothing of.
+class RawCapturedCall {
+public:
+  RawCapturedCall(const LongCase& work, at::Tensor& out) : stream_(c10::cuda::getStreamFromPool()) {
+    const c10::cuda::CUDAStreamGuard guard(stream_);
+    require_cuda(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    work.run_into(out);
+    cudaGraph_t graph = nullptr;
+    require_cuda(cudaStreamEndCapture(stream_, &graph));
+    require_cuda(cudaGraphInstantiate(&executable_, graph, 0));
+    require_cuda(cudaGraphDestroy(graph));
+  }
+  RawCapturedCall(const RawCapturedCall&) = delete;
+  RawCapturedCall& operator=(const RawCapturedCall&) = delete;
+  ~RawCapturedCall() { cudaGraphExecDestroy(executable_); }
+  void replay() const { require_cuda(cudaGraphLaunch(executable_, stream_)); }
+
+private:
+  c10::cuda::CUDAStream stream_;
+  cudaGraphExec_t executable_ = nullptr;
+};
+
+// Tensors of ones in what memory the allocator has free, on every stream of its pool.
+std::vector<at::Tensor> take_free_memory() {
+  std::vector<at::Tensor> taken;
+  for (int i = 0; i < 32; ++i) {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+    for (std::int64_t kilobytes = 1; kilobytes <= 16384; kilobytes *= 2) {
+      taken.push_back(torch::ones({kilobytes * 256}, at::kCUDA));
+    }
+  }
+  torch::cuda::synchronize();
+  return taken;
+}
+
+std::int64_t allocated_bytes() {
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(0).allocated_bytes[0].current;
+}
+
+} // namespace
+
+TEST_CASE("A41: a graph captured at length 1 gives the eager bits at every length it is replayed with", "[gpu]") {
+  LongCase work;
+  work.set_length(1);
+  CapturedCall captured(work);
+  for (const std::int64_t length : {1, 2, 129, 4097, 8192, 0, 7}) {
+    work.set_length(length);
+    const at::Tensor expected = work.run();
+    torch::cuda::synchronize();
+    captured.replay();
+    torch::cuda::synchronize();
+    INFO(length);
+    CHECK(same_bits(captured.output, expected));
+  }
+}
+
+TEST_CASE("A42: the first call of a thread may be inside a capture, and a refused one leaves the capture whole",
+          "[gpu]") {
+  const LongCase work;
+  const at::Tensor expected = work.run();
+  torch::cuda::synchronize();
+  at::Tensor first, second;
+  std::string refusal;
+  std::thread([&] {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    first = work.run();
+    refusal = error_of([&] { attention(work.tensors.query, work.tensors.key, work.tensors.value.slice(2, 1)); });
+    second = work.run();
+    graph.capture_end();
+    graph.replay();
+    torch::cuda::synchronize();
+    first = first.clone();
+    second = second.clone();
+    torch::cuda::synchronize();
+  }).join();
+  CHECK(refusal.find("value has shape") != std::string::npos);
+  CHECK(same_bits(first, expected));
+  CHECK(same_bits(second, expected));
+}
+
+TEST_CASE("Graphs with the same shapes, replayed at once on two streams beside eager calls, keep apart", "[gpu]") {
+  const LongCase one, two(7777);
+  const at::Tensor expected_one = one.run(), expected_two = two.run();
+  CapturedCall captured_one(one), captured_two(two);
+  torch::cuda::synchronize();
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  for (int i = 0; i < 200; ++i) {
+    captured_one.replay();
+    captured_two.replay();
+    const at::Tensor eager = i % 2 == 0 ? one.run() : two.run();
+    if (i % 20 == 19) {
+      torch::cuda::synchronize();
+      CHECK(same_bits(captured_one.output, expected_one));
+      CHECK(same_bits(captured_two.output, expected_two));
+      CHECK(same_bits(eager, expected_two));
+    }
+  }
+}
+
+TEST_CASE("A graph owns its scratch memory, whoever captured it and whatever is freed and allocated since", "[gpu]") {
+  const LongCase work;
+  const at::Tensor expected = work.run();
+  at::Tensor out = torch::empty_like(expected);
+  torch::cuda::synchronize();
+  const RawCapturedCall raw(work, out);
+  CapturedCall captured(work);
+  for (int i = 0; i < 3; ++i) {
+    work.run();
+    torch::cuda::synchronize();
+    const std::vector<at::Tensor> others = take_free_memory();
+    out.fill_(std::nan(""));
+    torch::cuda::synchronize();
+    raw.replay();
+    captured.replay();
+    torch::cuda::synchronize();
+    for (const at::Tensor& other : others) {
+      CHECK(other.eq(1).all().item<bool>());
+    }
+    CHECK(same_bits(out, expected));
+    CHECK(same_bits(captured.output, expected));
+  }
+}
+
+TEST_CASE("A15: calls go to the current stream and wait for what is on it", "[gpu]") {
+  LongCase work(64);
+  const at::Tensor new_query = torch::randn_like(work.tensors.query);
+  const at::Tensor old_query = work.tensors.query.clone();
+  work.tensors.query.copy_(new_query);
+  const at::Tensor expected = work.run().clone();
+  work.tensors.query.copy_(old_query);
+  torch::cuda::synchronize();
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  for (int i = 0; i < 20; ++i) {
+    const c10::cuda::CUDAStreamGuard guard(stream);
+    work.tensors.query.copy_(old_query);
+    at::cuda::sleep(twenty_milliseconds);
+    work.tensors.query.copy_(new_query);
+    const at::Tensor output = work.run().clone();
+    CHECK(c10::cuda::getCurrentCUDAStream() == stream);
+    CHECK(same_bits(output, expected));
+  }
+}
+
+TEST_CASE("A36: calls interleaved on streams and threads give the bits of calls alone", "[gpu]") {
+  const LongCase one, two(5000);
+  const at::Tensor expected_one = one.run(), expected_two = two.run();
+  torch::cuda::synchronize();
+  std::vector<std::thread> threads;
+  std::vector<int> wrong(8, 0);
+  for (int& count : wrong) {
+    threads.emplace_back([&] {
+      std::vector<c10::cuda::CUDAStream> streams;
+      for (int i = 0; i < 4; ++i) {
+        streams.push_back(c10::cuda::getStreamFromPool());
+      }
+      for (int call = 0; call < 200; ++call) {
+        std::vector<at::Tensor> outputs;
+        for (std::size_t i = 0; i < streams.size(); ++i) {
+          const c10::cuda::CUDAStreamGuard guard(streams[i]);
+          if (call % 50 == static_cast<int>(i)) {
+            at::cuda::sleep(twenty_milliseconds / 20);
+          }
+          outputs.push_back(i % 2 == 0 ? one.run() : two.run());
+        }
+        for (std::size_t i = 0; i < streams.size(); ++i) {
+          const c10::cuda::CUDAStreamGuard guard(streams[i]);
+          count += !same_bits(outputs[i], i % 2 == 0 ? expected_one : expected_two);
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const int count : wrong) {
+    CHECK(count == 0);
+  }
+}
+
+TEST_CASE("In the steady state a call allocates its output and nothing else", "[gpu]") {
+  const LongCase work;
+  at::Tensor out = work.run();
+  const auto allocations = [] { return c10::cuda::CUDACachingAllocator::getDeviceStats(0).allocation[0].allocated; };
+  const auto before = allocations();
+  for (int i = 0; i < 100; ++i) {
+    work.run_into(out);
+  }
+  CHECK(allocations() == before);
+  work.run();
+  CHECK(allocations() == before + 1);
+}
+
+TEST_CASE("What threads, streams and graphs had is free again when they are gone", "[gpu]") {
+  const LongCase work, short_work(16);
+  work.run();
+  torch::cuda::synchronize();
+  const auto use_everything = [&] {
+    std::thread([&] {
+      for (int i = 0; i < 100; ++i) { // more streams in turn than a thread keeps workspaces for
+        const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool(i % 2 == 0));
+        short_work.run();
+        work.run();
+      }
+      auto captured = std::make_unique<CapturedCall>(work);
+      captured->replay();
+      torch::cuda::synchronize();
+    }).join();
+    torch::cuda::synchronize();
+    work.run(); // frees what destroyed graphs gave up
+    torch::cuda::synchronize();
+  };
+  use_everything();
+  // The driver destroys what a graph owned on a thread of its own, at a time of its choosing: what one round leaves may
+  // be waiting for the next, but it does not grow.
+  const std::int64_t before = allocated_bytes();
+  for (int i = 0; i < 10; ++i) {
+    use_everything();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  work.run();
+  CHECK(allocated_bytes() <= before);
+}
+
+TEST_CASE("A CUDA error that the caller left pending is neither consumed nor blamed on the call", "[gpu]") {
+  const LongCase work;
+  const at::Tensor expected = work.run();
+  at::Tensor out = torch::empty_like(expected);
+  torch::cuda::synchronize();
+  REQUIRE(cudaSetDevice(1000) != cudaSuccess);
+  const cudaError_t pending = cudaPeekAtLastError();
+  CHECK(error_of([&] { work.run_into(out); }).empty());
+  CHECK(cudaPeekAtLastError() == pending);
+  CHECK(cudaGetLastError() == pending);
+  CHECK(same_bits(out, expected));
+}
+
+TEST_CASE("A14: tensors on a device that is not the current one are computed there", "[gpu]") {
+  if (c10::cuda::device_count() < 2) {
+    WARN("A14 needs two GPUs: not run");
+    return;
+  }
+  const LongCase here, there(8192, 1);
+  const at::Tensor expected = here.run();
+  REQUIRE(c10::cuda::current_device() == 0);
+  const at::Tensor output = there.run();
+  CHECK(output.device().index() == 1);
+  CHECK(same_bits(output.cpu(), expected.cpu()));
+  CHECK_FALSE(error_of([&] { attention(there.tensors.query, here.tensors.key, there.tensors.value); }).empty());
+  CHECK(c10::cuda::current_device() == 0);
+  const auto [merged, lse] = merge(torch::stack({output, output}), torch::zeros({2, 2, 4}, output.device()));
+  CHECK(merged.device().index() == 1);
+  CHECK(lse.device().index() == 1);
+  CHECK(c10::cuda::current_device() == 0);
+}
+
+} // namespace single_query::test

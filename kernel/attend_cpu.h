@@ -132,7 +132,7 @@ inline void weigh_scores(const Block<Element>& block, int h, float value_scale, 
     sums += weights;
     store(scores + k, weights * value_scale);
   }
-  state.rescale[h] = rescale_factor(state.max_score[h], max_score);
+  state.rescale[h] = softmax_weight(state.max_score[h], max_score);
   state.max_score[h] = max_score;
   state.sum_exp[h] = state.sum_exp[h] * state.rescale[h] + sum_of_lanes(sums);
 }

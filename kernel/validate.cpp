@@ -110,7 +110,7 @@ MemoryRegion checked_region(const char* function, const char* name, const void* 
   }
   std::int64_t extent = 0;
   if (!extent_of(region, extent)) {
-    refuse(function, name, data, "sizes times strides do not fit into 64 bits");
+    refuse(function, name, data, "its sizes times strides do not fit into 64 bits");
   }
   return region;
 }
@@ -168,7 +168,8 @@ void check_sizes(const AttentionProblem& p) {
   }
   require_within(function, {"page_size", p.page_size}, 1, most_keys);
   if (p.max_pages > most_keys / p.page_size) {
-    refuse(function, "max_pages", p.max_pages, "max_pages * page_size (", p.page_size, ") must be at most ", most_keys);
+    refuse(function, "max_pages", p.max_pages, "it must be at most ", most_keys / p.page_size,
+           ", since max_pages * page_size is at most ", most_keys);
   }
 }
 
@@ -245,7 +246,7 @@ void validate(const AttentionProblem& problem) {
     return; // nothing is read or written
   }
   if (problem.page_table != nullptr && problem.lengths == nullptr) {
-    refuse("attention", "lengths", "null", "a page_table needs the lengths of its rows");
+    refuse("attention", "lengths", "null", "it must be given with a page_table");
   }
   const AttentionRegions regions = checked_regions(problem);
   require_outputs_alone("attention", regions.output, regions.lse, regions.inputs);
@@ -283,10 +284,10 @@ void validate_workspace(const void* workspace, std::size_t given, std::size_t ne
     return;
   }
   if (given < needed) {
-    refuse(function, "workspace_bytes", given, "this problem needs ", needed);
+    refuse(function, "workspace_bytes", given, "it must be at least ", needed, " for this problem");
   }
   if (workspace == nullptr) {
-    refuse(function, "workspace", "null", "this problem needs ", needed, " bytes");
+    refuse(function, "workspace", "null", "it must point to at least ", needed, " bytes for this problem");
   }
   if (reinterpret_cast<std::uintptr_t>(workspace) % alignment != 0) {
     refuse(function, "workspace", workspace, "it must be aligned to ", alignment, " bytes");

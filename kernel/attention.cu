@@ -13,43 +13,49 @@ namespace {
 // One compiled kernel and what the host has to know of it.
 struct Kernel {
   const void* function;
+  const void* plain_function; // the same for plain problems, see tensor_core_attention.cuh
   BodyTraits body;
   int tile_heads;
   int head_shift; // of the partial states
   int (*shared_bytes)(const SplitPlan& plan);
-  std::atomic<std::uint64_t>* prepared; // a bit per device
+  std::atomic<std::uint64_t>* prepared; // a bit per device; one each for the two functions
 };
 
 // Devices that know how much shared memory a kernel may use.
 template <class Shape>
-std::atomic<std::uint64_t> prepared_devices{0};
+std::atomic<std::uint64_t> prepared_devices[2];
 
 template <class Shape>
 Kernel tensor_core_kernel() {
   constexpr bool wide = Shape::padded_dim == 256;
   constexpr int most_warps = wide || Shape::head_blocks > 1 ? 4 : 8; // what fits into shared memory
-  return {reinterpret_cast<const void*>(&tensor_core_attention<Shape>),
+  return {reinterpret_cast<const void*>(&tensor_core_attention<Shape, false>),
+          reinterpret_cast<const void*>(&tensor_core_attention<Shape, true>),
           {step_keys, 4, wide ? 1 : 2, most_warps, 128},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          &prepared_devices<Shape>};
+          prepared_devices<Shape>};
 }
 
 template <class Shape>
 Kernel simt_kernel() {
-  return {reinterpret_cast<const void*>(&simt_attention<Shape>),
+  return {reinterpret_cast<const void*>(&simt_attention<Shape, false>),
+          reinterpret_cast<const void*>(&simt_attention<Shape, true>),
           {Shape::step_keys, 8, 2, 8, 4 * Shape::step_keys},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          &prepared_devices<Shape>};
+          prepared_devices<Shape>};
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others.
 Kernel select_kernel(const AttentionProblem& problem, int group) {
   const std::int64_t head_dim = problem.head_dim;
   if (problem.dtype == DataType::float32) {
+    if (head_dim <= 32 && group == 1) {
+      return simt_kernel<SimtShape<8, 1, 1>>();
+    }
     if (head_dim <= 64) {
       return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>() : simt_kernel<SimtShape<16, 1, 8>>();
     }
@@ -95,9 +101,16 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   args.tile_heads = std::min(plan.kernel.tile_heads, args.group);
   args.head_shift = plan.kernel.head_shift;
   args.tiles = (args.group + args.tile_heads - 1) / args.tile_heads;
+  args.rows_per_batch = static_cast<std::uint32_t>(problem.kv_heads * args.tiles);
   args.least_block_keys = plan.kernel.body.least_block_keys;
   const std::int64_t rows = problem.batch * problem.kv_heads * args.tiles;
   args.plan = make_split_plan(problem, rows, plan.kernel.body, device.traits);
+  const std::uint32_t length = static_cast<std::uint32_t>(capacity(problem));
+  const KeyRange keys = attended_keys(problem, length);
+  args.uniform = {length, keys, args.plan.walk ? units_of(keys.end - keys.begin, args.plan.unit_keys) : 1};
+  const std::int64_t step = args.plan.cluster_size * args.plan.warps * plan.kernel.body.keys_per_warp;
+  args.key_step = step * problem.key_stride_slot;
+  args.value_step = step * problem.value_stride_slot;
   args.query_copy_bytes =
       copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
   args.key_copy_bytes = copy_bytes(problem, problem.key,
@@ -106,6 +119,11 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
                                      {problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot});
   args.output_vectors = copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   const SplitPlan& split = args.plan;
+  if (!split.walk && problem.lengths == nullptr && problem.page_table == nullptr && !args.modified &&
+      args.query_copy_bytes == 16 && args.key_copy_bytes == 16 && args.value_copy_bytes == 16) {
+    plan.kernel.function = plan.kernel.plain_function;
+    ++plan.kernel.prepared;
+  }
   const std::uint64_t slots = !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
                               : split.pieces_are_units
                                   ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
@@ -122,15 +140,17 @@ std::size_t workspace_bytes(const Plan& plan) {
 
 bool is_empty(const AttentionProblem& problem) { return problem.batch == 0 || problem.query_heads == 0; }
 
-// Kernels with more shared memory than every device grants have to be told once per device.
+// More shared memory than every device grants has to be asked for, once per kernel and device.
 void prepare(const Kernel& kernel, const Device& device, int shared_bytes) {
-  constexpr int always_granted = 48 * 1024 - 64; // less what a kernel has statically
+  constexpr int always_granted = 48 * 1024 - 1024; // less what a kernel has statically
   const std::uint64_t bit = device.index < 64 ? 1ull << device.index : 0;
   if (shared_bytes <= always_granted || (kernel.prepared->load(std::memory_order_relaxed) & bit) != 0) {
     return;
   }
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel.function), "single_query: cudaFuncGetAttributes");
   check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  device.shared_bytes - 64),
+                                  device.shared_bytes - static_cast<int>(attributes.sharedSizeBytes)),
              "single_query: cudaFuncSetAttribute");
   kernel.prepared->fetch_or(bit, std::memory_order_relaxed);
 }

@@ -94,26 +94,28 @@ __device__ __noinline__ void copy_tile_out_of_line(unsigned char* tile, const El
 }
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
-// Sequence per step: copy_keys(stage), copy_values(stage), advance().
-template <int padded_dim>
+// Sequence per step: copy_keys(stage), copy_values(stage), advance(). plain: contiguous and aligned to 16 bytes.
+template <int padded_dim, bool plain>
 class CacheReader {
   using Ring = CacheRing<padded_dim>;
+  static constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
+  static constexpr int rows_at_once = 32 / row_lanes;
 
 public:
   // first_key: of this warp, relative to a piece's begin; stride: keys that all warps take in a step together.
-  __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces& pieces,
+  __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<plain>& pieces,
                                          std::uint32_t first_key, std::uint32_t stride)
       : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), stride_(stride) {
-    advance();
+    next_piece();
   }
 
   // steady: in the main loop, where paged copies are worth their code; else they go out of line.
   template <bool steady>
   __device__ __forceinline__ void copy_keys(int stage) {
     const AttentionProblem& problem = args_.problem;
-    copy_tile<steady>(Ring::key_tile(ring_, stage), static_cast<const Element*>(problem.key) + kv_head_ * problem.key_stride_head,
-              problem.key_stride_page, problem.key_stride_slot, args_.key_copy_bytes);
-    if (problem.page_table != nullptr) {
+    copy_tile<steady>(Ring::key_tile(ring_, stage), problem.key, problem.key_stride_head, problem.key_stride_page,
+                      problem.key_stride_slot, args_.key_copy_bytes, key_row_);
+    if (!plain && problem.page_table != nullptr) {
       const bool missing = key_ + lane() % step_keys < end_ && !page_exists(problem, slot_.page);
       const unsigned bit = 1u << stage;
       missing_ = __any_sync(0xffffffffu, missing) ? missing_ | bit : missing_ & ~bit;
@@ -123,36 +125,56 @@ public:
   template <bool steady>
   __device__ __forceinline__ void copy_values(int stage) {
     const AttentionProblem& problem = args_.problem;
-    copy_tile<steady>(Ring::value_tile(ring_, stage),
-              static_cast<const Element*>(problem.value) + kv_head_ * problem.value_stride_head,
-              problem.value_stride_page, problem.value_stride_slot, args_.value_copy_bytes);
+    copy_tile<steady>(Ring::value_tile(ring_, stage), problem.value, problem.value_stride_head,
+                      problem.value_stride_page, problem.value_stride_slot, args_.value_copy_bytes, value_row_);
   }
 
   __device__ __forceinline__ void advance() {
     key_ += stride_;
-    while (key_ >= end_) {
-      Piece piece;
+    if (key_ < end_) {
+      key_row_ += args_.key_step;
+      value_row_ += args_.value_step;
+      look_up_page();
+    } else {
+      next_piece();
+    }
+  }
+
+  // Whether the tiles in this stage needed a page that does not exist.
+  __device__ __forceinline__ bool misses_page(int stage) const { return !plain && (missing_ >> stage & 1) != 0; }
+
+private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+
+  __device__ __forceinline__ void next_piece() {
+    Piece piece;
+    do {
       if (!pieces_.next(piece)) {
         key_ = end_ = 0; // nothing is in range any more
         return;
       }
       key_ = piece.keys.begin + first_key_;
       end_ = piece.keys.end;
-      batch_ = piece.batch;
-      kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
-    }
-    if (args_.problem.page_table != nullptr) {
-      // One read of the table a step, under way a whole step before its result is needed.
+    } while (key_ >= end_);
+    const AttentionProblem& problem = args_.problem;
+    batch_ = piece.batch;
+    kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
+    const std::int64_t row = key_ + lane() / row_lanes;
+    const int dim = lane() % row_lanes * 8;
+    key_row_ = static_cast<const Element*>(problem.key) + batch_ * problem.key_stride_page +
+               kv_head_ * problem.key_stride_head + row * problem.key_stride_slot + dim;
+    value_row_ = static_cast<const Element*>(problem.value) + batch_ * problem.value_stride_page +
+                 kv_head_ * problem.value_stride_head + row * problem.value_stride_slot + dim;
+    look_up_page();
+  }
+
+  // One read of the table a step, under way a whole step before its result is needed.
+  __device__ __forceinline__ void look_up_page() {
+    if (!plain && args_.problem.page_table != nullptr) {
       const std::uint32_t key = key_ + lane() % step_keys;
       slot_ = key < end_ ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
     }
   }
-
-  // Whether the tiles in this stage needed a page that does not exist.
-  __device__ __forceinline__ bool misses_page(int stage) const { return (missing_ >> stage & 1) != 0; }
-
-private:
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
 
   // Start of row lane % 16 of the coming step; negative: nothing to read.
   __device__ __forceinline__ std::int64_t own_row(std::int64_t stride_page, std::int64_t stride_slot) const {
@@ -166,25 +188,25 @@ private:
     return page_exists(args_.problem, slot_.page) ? slot_.page * stride_page + slot_.slot * stride_slot : -1;
   }
 
+  // source: this lane's part of its first row, in a contiguous cache.
   template <bool steady>
-  __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* head, std::int64_t stride_page,
-                                            std::int64_t stride_slot, int copy_bytes) {
-    constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
-    constexpr int rows_at_once = 32 / row_lanes;
-    constexpr int copies = step_keys / rows_at_once;
+  __device__ __forceinline__ void copy_tile(unsigned char* tile, const void* cache, std::int64_t stride_head,
+                                            std::int64_t stride_page, std::int64_t stride_slot, int copy_bytes,
+                                            const Element* source) {
     const int head_dim = static_cast<int>(args_.problem.head_dim);
     const bool paged = args_.problem.page_table != nullptr;
-    if (copy_bytes < 16 || (!steady && paged)) {
-      copy_tile_out_of_line<padded_dim>(tile, head, own_row(stride_page, stride_slot), head_dim, copy_bytes);
-    } else if (paged) {
-      copy_tile_by_chunks<padded_dim>(tile, head, own_row(stride_page, stride_slot), head_dim);
+    if (!plain && (copy_bytes < 16 || (!steady && paged))) {
+      copy_tile_out_of_line<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
+                                        own_row(stride_page, stride_slot), head_dim, copy_bytes);
+    } else if (!plain && paged) {
+      copy_tile_by_chunks<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
+                                      own_row(stride_page, stride_slot), head_dim);
     } else if (key_ < end_) {
       const int chunk = lane() % row_lanes;
       const int first_row = lane() / row_lanes;
-      const Element* source = head + batch_ * stride_page + (key_ + first_row) * stride_slot + chunk * 8;
       const int rows = chunk * 8 < head_dim ? static_cast<int>(min(end_ - key_, 16u)) - first_row : 0;
 #pragma unroll
-      for (int i = 0; i < copies; ++i) {
+      for (int i = 0; i < step_keys / rows_at_once; ++i) {
         // Of a row that is not there nothing is read, so its address does not matter.
         const bool valid = i * rows_at_once < rows;
         copy_async<16>(Ring::chunk_address(tile, i * rows_at_once + first_row, chunk), source, valid ? 16 : 0);
@@ -196,10 +218,12 @@ private:
 
   const KernelArguments& args_;
   unsigned char* ring_;
-  Pieces pieces_;
+  Pieces<plain> pieces_;
   std::uint32_t first_key_, stride_;
   std::uint32_t key_ = 0, end_ = 0; // first key of the coming step, end of its piece
-  std::int64_t batch_ = 0;
+  const Element* key_row_ = nullptr;
+  const Element* value_row_ = nullptr;
+  std::uint32_t batch_ = 0;
   std::uint32_t kv_head_ = 0;
   KeySlot slot_ = {0, 0}; // of key key_ + lane % 16
   unsigned missing_ = 0;  // a bit per stage

@@ -42,24 +42,21 @@ struct WarpStates {
   }
 };
 
-// Where the states of a cluster's warps arrive: a slice of the elements of each, [source][slice]. One slot of padding
-// a source keeps threads that read one element of several sources off each other's banks.
+// Where the states of a cluster's warps arrive. Block r of the cluster owns every cluster_size'th element from r on;
+// the mailbox holds those of every warp, [source][slice]. One slot of padding a source keeps threads that read one
+// element of several sources off each other's banks.
 struct ClusterMailbox {
   float4* values;
   float2* states;
   std::uint64_t* full; // mbarrier, counts bytes
-  int slice;           // elements of one owner
+  int slice;           // elements of a block; the cluster size divides the elements of a head
 
-  static __host__ __device__ constexpr int slice_of(int elements, int cluster_size) {
-    return (elements + cluster_size - 1) / cluster_size;
-  }
   static __host__ __device__ constexpr int bytes(int elements, int cluster_size, int warps) {
-    return 16 + cluster_size * warps * (slice_of(elements, cluster_size) + 1) *
-                    static_cast<int>(sizeof(float4) + sizeof(float2));
+    return 16 + cluster_size * warps * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
   }
   __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size, int warps)
       : values(reinterpret_cast<float4*>(memory + 16)), full(reinterpret_cast<std::uint64_t*>(memory)),
-        slice(slice_of(elements, cluster_size)) {
+        slice(elements >> log2_floor(cluster_size)) {
     states = reinterpret_cast<float2*>(values + cluster_size * warps * (slice + 1));
   }
 };
@@ -91,43 +88,48 @@ __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::u
   return total;
 }
 
-__device__ __forceinline__ ElementState shuffle_xor(const ElementState& state, int offset) {
-  ElementState other;
-  other.max_score = __shfl_xor_sync(0xffffffffu, state.max_score, offset);
-  other.sum_exp = __shfl_xor_sync(0xffffffffu, state.sum_exp, offset);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    other.values[i] = __shfl_xor_sync(0xffffffffu, state.values[i], offset);
+// The states of `lanes` neighbouring lanes become one, the same in all of them.
+__device__ __forceinline__ void merge_lanes(ElementState& state, unsigned lanes) {
+  constexpr unsigned all = 0xffffffffu;
+  float max_score = state.max_score;
+#pragma unroll 1
+  for (unsigned offset = 1; offset < lanes; offset *= 2) {
+    max_score = fmaxf(max_score, __shfl_xor_sync(all, max_score, offset));
   }
-  return other;
+  state.raise_max(max_score);
+#pragma unroll 1
+  for (unsigned offset = 1; offset < lanes; offset *= 2) {
+    state.sum_exp += __shfl_xor_sync(all, state.sum_exp, offset);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      state.values[i] += __shfl_xor_sync(all, state.values[i], offset);
+    }
+  }
 }
 
-// emit(state, element) for every element in [first, first + count), from `sources` states each. As many lanes as the
-// block can spare share an element and merge their ranges of sources at the end.
+// emit(state, i) for i in [0, count), from load(0, i) .. load(sources - 1, i). As many lanes as the block can spare
+// share an element and merge their ranges of sources at the end. The block size is a power of two.
 template <int batch_size, class Load, class Emit>
-__device__ __forceinline__ void fold_elements(int first, int count, std::uint32_t sources, Load load, Emit emit) {
-  const std::uint32_t spare = min(32u, blockDim.x / static_cast<unsigned>(count));
-  const std::uint32_t lanes = power_of_two_at_most(max(1u, min(spare, sources)));
-  const std::uint32_t share = (sources + lanes - 1) / lanes;
-  const std::uint32_t lane = threadIdx.x % lanes;
-  const int step = static_cast<int>(blockDim.x / lanes);
+__device__ __forceinline__ void fold_elements(int count, std::uint32_t sources, Load load, Emit emit) {
+  const int spare_shift = log2_floor(blockDim.x) - log2_floor(2 * count - 1); // log2 of count rounded up
+  const int shift = min(min(max(spare_shift, 0), 5), log2_floor(sources));
+  const std::uint32_t share = (sources + (1u << shift) - 1) >> shift;
+  const std::uint32_t lane = threadIdx.x & ((1u << shift) - 1);
+  const std::uint32_t begin = min(sources, lane * share);
+  const std::uint32_t end = min(sources, begin + share);
+  const int step = static_cast<int>(blockDim.x >> shift);
 #pragma unroll 1
   for (int base = 0; base < count; base += step) {
-    const int element = base + static_cast<int>(threadIdx.x / lanes);
+    const int element = base + static_cast<int>(threadIdx.x >> shift);
     ElementState state;
     if (element < count) {
-      const std::uint32_t begin = min(sources, lane * share);
-      state = fold_sources<batch_size>(begin, min(sources, begin + share),
-                                       [&](std::uint32_t source) { return load(source, first + element); });
+      state = fold_sources<batch_size>(begin, end, [&](std::uint32_t source) { return load(source, element); });
     }
-#pragma unroll 1
-    for (std::uint32_t offset = 1; offset < lanes; offset *= 2) {
-      const ElementState other = shuffle_xor(state, static_cast<int>(offset));
-      state.raise_max(fmaxf(state.max_score, other.max_score));
-      state.merge_below(other); // one addition of two numbers: the same in both lanes
+    if (shift > 0) {
+      merge_lanes(state, 1u << shift);
     }
     if (lane == 0 && element < count) {
-      emit(state, first + element);
+      emit(state, element);
     }
   }
 }
@@ -199,60 +201,59 @@ __device__ __forceinline__ bool is_last_piece(const KernelArguments& args, const
 }
 
 #if __CUDA_ARCH__ >= 900
-// Makes the mailbox ready for what the cluster's other blocks will push, and tells them so.
-__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int elements, int cluster_size, int rank) {
+// Makes the mailbox ready for what the cluster's blocks will push, and tells them so.
+__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size) {
   namespace ptx = cuda::ptx;
-  const int owned = min(mailbox.slice, elements - rank * mailbox.slice);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(mailbox.full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    if (owned > 0) {
-      const unsigned bytes = owned * cluster_size * (blockDim.x / 32) * (sizeof(float4) + sizeof(float2));
-      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, mailbox.full, bytes);
-    }
+    const unsigned bytes = mailbox.slice * cluster_size * (blockDim.x / 32) * (sizeof(float4) + sizeof(float2));
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, mailbox.full, bytes);
   }
   __syncwarp();
-  ptx::barrier_cluster_arrive(ptx::sem_release);
+  ptx::barrier_cluster_arrive(ptx::sem_relaxed); // the fence has published the mbarrier
 }
 
-// Every warp pushes its state, slice by slice, to the blocks of the cluster that own the slices.
+// Every warp pushes its state, element by element, to the blocks of the cluster that own them. A lane always pushes to
+// the same block, since the cluster size divides 32.
 __device__ __forceinline__ void push_states(const ClusterMailbox& mailbox, const WarpStates& warps, int elements,
-                                            int rank) {
+                                            int cluster_size) {
   namespace ptx = cuda::ptx;
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  const int shift = log2_floor(cluster_size);
+  const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
   const int warp = static_cast<int>(threadIdx.x / 32);
-  const int source = rank * static_cast<int>(blockDim.x / 32) + warp;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int owner = lane & (cluster_size - 1);
+  const int at = (rank * static_cast<int>(blockDim.x / 32) + warp) * (mailbox.slice + 1) + (lane >> shift);
+  float4* values = cluster.map_shared_rank(mailbox.values + at, owner);
+  float2* states = cluster.map_shared_rank(mailbox.states + at, owner);
+  std::uint64_t* const full = cluster.map_shared_rank(mailbox.full, owner);
   ptx::barrier_cluster_wait(ptx::sem_acquire); // all mailboxes are open
-  for (int element = static_cast<int>(threadIdx.x % 32); element < elements; element += 32) {
-    const int owner = element / mailbox.slice;
-    const int at = source * (mailbox.slice + 1) + element - owner * mailbox.slice;
+#pragma unroll 1
+  for (int element = lane; element < elements; element += 32) {
     const ElementState state = warps.element(warp, element);
-    std::uint64_t* full = cluster.map_shared_rank(mailbox.full, owner);
     const float scalars[2] = {state.max_score, state.sum_exp};
-    ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.values + at, owner)), state.values, full);
-    ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.states + at, owner)), scalars, full);
+    ptx::st_async(reinterpret_cast<float*>(values), state.values, full);
+    ptx::st_async(reinterpret_cast<float*>(states), scalars, full);
+    values += 32 >> shift;
+    states += 32 >> shift;
   }
 }
 #endif
 
 // The end of a piece. All threads of the block call it, when each warp has left its state in finish.warps.
-__device__ __noinline__ void finish_piece(const KernelArguments& args, const Finish finish) {
+__device__ __forceinline__ void finish_piece(const KernelArguments& args, const Finish& finish) {
   const int cluster_size = args.plan.cluster_size;
   const int warps = static_cast<int>(blockDim.x / 32);
   const int elements = finish.heads.count << args.head_shift;
   const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size, warps);
-  int first = 0;
-  int count = elements;
+  const int shift = log2_floor(cluster_size);
+  const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
   if (cluster_size > 1) {
 #if __CUDA_ARCH__ >= 900
-    const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
     __syncwarp();
-    push_states(mailbox, finish.warps, elements, rank);
-    first = rank * mailbox.slice;
-    count = min(mailbox.slice, elements - first);
-    if (count <= 0) {
-      return;
-    }
+    push_states(mailbox, finish.warps, elements, cluster_size);
     while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
     }
 #endif
@@ -260,30 +261,38 @@ __device__ __noinline__ void finish_piece(const KernelArguments& args, const Fin
     __syncthreads();
   }
   const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.tile_heads) << args.head_shift;
-  const std::uint64_t own = finish.piece.whole ? 0 : slot_of(finish.cut, finish.cut.index) * slot_elements;
   // First the block's or cluster's own states; then, if this piece is the last of a row to come in, those of all pieces.
   bool gather = false;
   for (;;) {
     const std::uint32_t sources = gather ? finish.cut.count : static_cast<std::uint32_t>(cluster_size * warps);
-    fold_elements<8>(
-        first, count, sources,
-        [&](std::uint32_t source, int element) -> ElementState {
+    fold_elements<4>(
+        mailbox.slice, sources,
+        [&](std::uint32_t source, int i) -> ElementState {
           if (!gather && cluster_size == 1) {
-            return finish.warps.element(static_cast<int>(source), element);
+            return finish.warps.element(static_cast<int>(source), i);
           }
-          const std::int64_t at = gather ? slot_of(finish.cut, source) * slot_elements + element
-                                         : static_cast<int>(source) * (mailbox.slice + 1) + element - first;
-          const float4 v = gather ? __ldcg(args.partial_values + at) : mailbox.values[at];
-          const float2 s = gather ? __ldcg(args.partial_states + at) : mailbox.states[at];
+          float4 v;
+          float2 s;
+          if (gather) {
+            const std::uint64_t at = slot_of(finish.cut, source) * slot_elements + (i << shift) + rank;
+            v = __ldcg(args.partial_values + at);
+            s = __ldcg(args.partial_states + at);
+          } else {
+            const int at = static_cast<int>(source) * (mailbox.slice + 1) + i;
+            v = mailbox.values[at];
+            s = mailbox.states[at];
+          }
           return {s.x, s.y, {v.x, v.y, v.z, v.w}};
         },
-        [&](const ElementState& state, int element) {
+        [&](const ElementState& state, int i) {
+          const int element = (i << shift) + rank;
           if (gather || finish.piece.whole) {
             write_output(args, finish, state, element);
           } else {
-            __stcg(args.partial_values + own + element,
+            const std::uint64_t at = slot_of(finish.cut, finish.cut.index) * slot_elements + element;
+            __stcg(args.partial_values + at,
                    make_float4(state.values[0], state.values[1], state.values[2], state.values[3]));
-            __stcg(args.partial_states + own + element, make_float2(state.max_score, state.sum_exp));
+            __stcg(args.partial_states + at, make_float2(state.max_score, state.sum_exp));
           }
         });
     if (gather || finish.piece.whole || !is_last_piece(args, finish.cut)) {

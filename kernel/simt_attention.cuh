@@ -21,7 +21,7 @@ struct SimtShape {
   static constexpr int keys_at_once = 32 / lanes;
   static constexpr int step_keys = rows * keys_at_once;
   static constexpr int head_lanes = lanes / tile_heads; // lanes that hold the scores of one head
-  static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
+  static constexpr int head_shift = padded_dim == 32 ? 3 : padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
   static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
 
   static constexpr int shared_bytes(const SplitPlan& plan) {
@@ -31,16 +31,18 @@ struct SimtShape {
   }
 };
 
-// Four elements of a row from `dim` on; zeros past head_dim.
-__device__ __forceinline__ float4 load_four(const float* row, int dim, int head_dim, bool vectors) {
-  if (dim >= head_dim) {
-    return make_float4(0, 0, 0, 0);
+// Four elements of a row, the first of which is its `dim`, one by one; zeros past head_dim.
+__device__ __forceinline__ float4 load_singly(const float* from, int dim, int head_dim) {
+  float x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[i] = dim + i < head_dim ? __ldg(from + i) : 0.0f;
   }
-  if (vectors) {
-    return __ldg(reinterpret_cast<const float4*>(row + dim));
-  }
-  return make_float4(__ldg(row + dim), dim + 1 < head_dim ? __ldg(row + dim + 1) : 0,
-                     dim + 2 < head_dim ? __ldg(row + dim + 2) : 0, dim + 3 < head_dim ? __ldg(row + dim + 3) : 0);
+  return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+__device__ __forceinline__ float4 load_vector(const float* from, int dim, int head_dim) {
+  return dim < head_dim ? __ldg(reinterpret_cast<const float4*>(from)) : make_float4(0, 0, 0, 0);
 }
 
 __device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
@@ -98,7 +100,7 @@ struct SimtState {
   }
 
   __device__ __forceinline__ void raise_max(float new_max) {
-    const float factor = rescale_factor(max_score, new_max);
+    const float factor = softmax_weight(max_score, new_max);
     max_score = new_max;
     sum_exp *= factor;
 #pragma unroll
@@ -135,47 +137,79 @@ struct SimtState {
 
 // One lane's part of a step's rows of one cache.
 template <class Shape>
-struct SimtRows {
-  float4 x[Shape::rows][Shape::vectors];
-};
+using SimtRows = float4[Shape::rows][Shape::vectors];
 
-// Places of this lane's keys of a step.
-template <class Shape>
-struct SimtPlaces {
-  KeySlot slot[Shape::rows];
-  unsigned readable = 0; // a bit per row
-  unsigned missing = 0;  // needed a page that does not exist
-
-  __device__ __forceinline__ void find(const AttentionProblem& problem, const Piece& piece, std::uint32_t first_key) {
-    readable = missing = 0;
+// Which of this lane's rows of a step can be read (a bit per row), with a page table where they lie, and which need a
+// page that does not exist.
+template <class Shape, bool plain>
+__device__ __forceinline__ unsigned find_rows(const AttentionProblem& problem, const Piece& piece,
+                                              std::uint32_t first_key, KeySlot (&slots)[Shape::rows],
+                                              unsigned& missing) {
+  unsigned readable = 0;
+  missing = 0;
 #pragma unroll
-    for (int r = 0; r < Shape::rows; ++r) {
-      const std::uint32_t key = first_key + r * Shape::keys_at_once + threadIdx.x % 32 / Shape::lanes;
-      if (key < piece.keys.end) {
-        slot[r] = key_slot(problem, piece.batch, key);
-        const bool exists = problem.page_table == nullptr || page_exists(problem, slot[r].page);
-        readable |= exists ? 1u << r : 0u;
-        missing |= exists ? 0u : 1u << r;
+  for (int r = 0; r < Shape::rows; ++r) {
+    const std::uint32_t key = first_key + r * Shape::keys_at_once + threadIdx.x % 32 / Shape::lanes;
+    if (key < piece.keys.end) {
+      readable |= 1u << r;
+      if (!plain && problem.page_table != nullptr) {
+        slots[r] = key_slot(problem, piece.batch, key);
+        if (!page_exists(problem, slots[r].page)) {
+          readable &= ~(1u << r);
+          missing |= 1u << r;
+        }
       }
     }
   }
+  return readable;
+}
 
-  __device__ __forceinline__ void load(SimtRows<Shape>& rows, const float* head, std::int64_t stride_page,
-                                       std::int64_t stride_slot, int head_dim, bool vectors) const {
+// Reads one of the two caches, this lane's part of a step at a time.
+template <class Shape, bool plain>
+class SimtReader {
+public:
+  // cache: the tensor; step: elements from one step of the warp to its next.
+  __device__ __forceinline__ SimtReader(const AttentionProblem& problem, const void* cache, std::int64_t stride_page,
+                                        std::int64_t stride_head, std::int64_t stride_slot, std::int64_t step,
+                                        bool vectors, const Piece& piece, std::uint32_t kv_head, std::uint32_t first_key)
+      : problem_(problem), head_(static_cast<const float*>(cache) + kv_head * stride_head + lane_dim()),
+        row_(head_ + piece.batch * stride_page + static_cast<std::int64_t>(first_key) * stride_slot),
+        stride_page_(stride_page), stride_slot_(stride_slot), step_(step), vectors_(plain || vectors) {}
+
+  // slots: with a page table, where the step's rows are; readable: a bit per row. Advances to the next step.
+  __device__ __forceinline__ void load(SimtRows<Shape>& rows, const KeySlot (&slots)[Shape::rows], unsigned readable) {
+    const bool paged = !plain && problem_.page_table != nullptr;
+    const float* row = row_;
 #pragma unroll
     for (int r = 0; r < Shape::rows; ++r) {
-      const float* row = head + slot[r].page * stride_page + static_cast<std::int64_t>(slot[r].slot) * stride_slot;
+      const int limit = readable >> r & 1 ? static_cast<int>(problem_.head_dim) : 0;
+      if (paged) {
+        row = head_ + slots[r].page * stride_page_ + slots[r].slot * stride_slot_;
+      }
 #pragma unroll
       for (int v = 0; v < Shape::vectors; ++v) {
-        const int dim = (v * Shape::lanes + static_cast<int>(threadIdx.x) % Shape::lanes) * 4;
-        rows.x[r][v] = readable >> r & 1 ? load_four(row, dim, head_dim, vectors) : make_float4(0, 0, 0, 0);
+        constexpr int apart = Shape::lanes * 4;
+        rows[r][v] = vectors_ ? load_vector(row + v * apart, lane_dim() + v * apart, limit)
+                              : load_singly(row + v * apart, lane_dim() + v * apart, limit);
       }
+      row += Shape::keys_at_once * stride_slot_;
     }
+    row_ += step_;
   }
+
+private:
+  static __device__ __forceinline__ int lane_dim() { return static_cast<int>(threadIdx.x) % Shape::lanes * 4; }
+
+  const AttentionProblem& problem_;
+  const float* head_; // row 0 of page 0, this lane's dims
+  const float* row_;  // the coming step's first row, in a contiguous cache
+  std::int64_t stride_page_, stride_slot_, step_;
+  bool vectors_;
 };
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' staging, then the cluster's mailbox.
-template <class Shape>
+// plain: by row, contiguous, aligned to 16 bytes, no lengths, no modifiers.
+template <class Shape, bool plain>
 __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionProblem& problem = args.problem;
@@ -185,9 +219,8 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
   const int warps = args.plan.warps;
   const int cluster_size = args.plan.cluster_size;
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
-  const bool key_vectors = args.key_copy_bytes == 16;
-  const bool value_vectors = args.value_copy_bytes == 16;
-  Pieces pieces(args, rank);
+  const bool modified = !plain && args.modified;
+  Pieces<plain> pieces(args);
   const std::uint32_t first_key = (rank * warps + warp) * Shape::step_keys;
   const std::uint32_t stride = cluster_size * warps * Shape::step_keys;
   const WarpStates states{reinterpret_cast<float*>(shared), Shape::staging_bytes / 4, Shape::tile_heads,
@@ -199,13 +232,18 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
       __syncthreads(); // staging is free again
     }
     const Heads heads = heads_of(args, piece.row_in_batch);
-    const float* const key_head = static_cast<const float*>(problem.key) + heads.kv_head * problem.key_stride_head;
-    const float* const value_head = static_cast<const float*>(problem.value) + heads.kv_head * problem.value_stride_head;
-    SimtRows<Shape> keys, values;
-    SimtPlaces<Shape> places;
     std::uint32_t key = piece.keys.begin + first_key;
-    places.find(problem, piece, key);
-    places.load(keys, key_head, problem.key_stride_page, problem.key_stride_slot, head_dim, key_vectors);
+    SimtReader<Shape, plain> key_reader(problem, problem.key, problem.key_stride_page, problem.key_stride_head,
+                                 problem.key_stride_slot, args.key_step, args.key_copy_bytes == 16, piece,
+                                 heads.kv_head, key + lane / Shape::lanes);
+    SimtReader<Shape, plain> value_reader(problem, problem.value, problem.value_stride_page, problem.value_stride_head,
+                                   problem.value_stride_slot, args.value_step, args.value_copy_bytes == 16, piece,
+                                   heads.kv_head, key + lane / Shape::lanes);
+    SimtRows<Shape> keys, values;
+    KeySlot slots[Shape::rows];
+    unsigned missing = 0; // a bit per row of the step: needed a page that does not exist
+    unsigned readable = find_rows<Shape, plain>(problem, piece, key, slots, missing);
+    key_reader.load(keys, slots, readable);
     float4 queries[Shape::tile_heads][Shape::vectors];
 #pragma unroll
     for (int head = 0; head < Shape::tile_heads; ++head) {
@@ -213,12 +251,13 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
                          (heads.first_query_head + head) * problem.query_stride_head;
 #pragma unroll
       for (int v = 0; v < Shape::vectors; ++v) {
-        queries[head][v] = head < heads.count ? load_four(row, (v * Shape::lanes + lane % Shape::lanes) * 4, head_dim,
-                                                          args.query_copy_bytes == 16)
-                                              : make_float4(0, 0, 0, 0);
+        const int dim = (v * Shape::lanes + lane % Shape::lanes) * 4;
+        const int limit = head < heads.count ? head_dim : 0;
+        queries[head][v] =
+            plain || args.query_copy_bytes == 16 ? load_vector(row + dim, dim, limit) : load_singly(row + dim, dim, limit);
       }
     }
-    places.load(values, value_head, problem.value_stride_page, problem.value_stride_slot, head_dim, value_vectors);
+    value_reader.load(values, slots, readable);
     // This lane's query head: all of the key's lanes serve one head, or each head_lanes of them their own.
     const int own_head = min(lane % Shape::lanes / Shape::head_lanes, heads.count - 1);
     const std::int64_t own_query_head = heads.first_query_head + own_head;
@@ -226,8 +265,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
                                    alibi_slope(problem, piece.batch, own_query_head)};
 #if __CUDA_ARCH__ >= 900
     if (cluster_size > 1) {
-      const int elements = heads.count << Shape::head_shift;
-      open_mailbox(ClusterMailbox(mailbox, elements, cluster_size, warps), elements, cluster_size, rank);
+      open_mailbox(ClusterMailbox(mailbox, heads.count << Shape::head_shift, cluster_size, warps), cluster_size);
     }
 #endif
     SimtState<Shape> state;
@@ -240,18 +278,18 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
       for (int r = 0; r < Shape::rows; ++r) {
         const std::uint32_t row_key = key + r * Shape::keys_at_once + lane / Shape::lanes;
         const bool in_range = row_key < piece.keys.end;
-        const float mask = in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
+        const float mask = modified && in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
         float partial[Shape::tile_heads];
 #pragma unroll
         for (int head = 0; head < Shape::tile_heads; ++head) {
           partial[head] = 0;
 #pragma unroll
           for (int v = 0; v < Shape::vectors; ++v) {
-            partial[head] = dot(keys.x[r][v], queries[head][v], partial[head]);
+            partial[head] = dot(keys[r][v], queries[head][v], partial[head]);
           }
         }
         scores[r] = reduce_over_lanes<Shape>(partial);
-        if (args.modified) {
+        if (modified) {
           const float distance = static_cast<float>(static_cast<int>(row_key - (piece.length - 1)));
           scores[r] = modified_score(modifiers, scores[r], distance, mask);
           excluded |= mask == negative_infinity ? 1u << r : 0u;
@@ -259,12 +297,14 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
           scores[r] *= problem.scale;
         }
         scores[r] = !in_range || (excluded >> r & 1) ? negative_infinity
-                    : places.missing >> r & 1        ? __int_as_float(0x7fffffff)
+                    : missing >> r & 1               ? __int_as_float(0x7fffffff)
                                                      : scores[r];
       }
-      SimtPlaces<Shape> next_places;
-      next_places.find(problem, piece, key + stride);
-      next_places.load(keys, key_head, problem.key_stride_page, problem.key_stride_slot, head_dim, key_vectors);
+      const bool more = key + stride < piece.keys.end;
+      if (more) {
+        readable = find_rows<Shape, plain>(problem, piece, key + stride, slots, missing);
+        key_reader.load(keys, slots, readable);
+      }
       float largest = state.max_score;
 #pragma unroll
       for (int r = 0; r < Shape::rows; ++r) {
@@ -278,7 +318,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
         const float weight = softmax_weight(scores[r], state.max_score);
         state.sum_exp += weight;
         const float scaled = weight * wide_value_scale;
-        const unsigned excluded_lanes = args.modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
+        const unsigned excluded_lanes = modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
 #pragma unroll
         for (int head = 0; head < Shape::tile_heads; ++head) {
           const float w = of_head<Shape>(scaled, head);
@@ -288,15 +328,15 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
 #pragma unroll
             for (int v = 0; v < Shape::vectors; ++v) {
               float4& o = state.output[head][v];
-              const float4& x = values.x[r][v];
+              const float4& x = values[r][v];
               o = make_float4(fmaf(w, x.x, o.x), fmaf(w, x.y, o.y), fmaf(w, x.z, o.z), fmaf(w, x.w, o.w));
             }
           }
         }
       }
-      next_places.load(values, value_head, problem.value_stride_page, problem.value_stride_slot, head_dim,
-                       value_vectors);
-      places = next_places;
+      if (more) {
+        value_reader.load(values, slots, readable);
+      }
     }
     state.merge_groups();
     if (lane < Shape::lanes) {

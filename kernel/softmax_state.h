@@ -26,13 +26,17 @@ SINGLE_QUERY_HOST_DEVICE float exponential(float difference) {
 #endif
 }
 
-// The factor that takes a sum of exponentials from the reference `max_score` to the reference `new_max`, which is not
-// smaller. Two infinities of one sign: (-inf, -inf) is a state that has seen no finite score, and nothing to scale.
-SINGLE_QUERY_HOST_DEVICE float rescale_factor(float max_score, float new_max) {
-  return max_score == new_max && max_score == negative_infinity ? 1.0f : exponential(max_score - new_max);
+// 1 / sum; the fast one on the device: 1 ulp, and exact at powers of two.
+SINGLE_QUERY_HOST_DEVICE float reciprocal(float sum) {
+#if defined(__CUDA_ARCH__)
+  return __fdividef(1.0f, sum);
+#else
+  return 1.0f / sum;
+#endif
 }
 
-// exp(score - max_score) where max_score may still be -inf: such a score is -inf (weight 0) or NaN (weight NaN).
+// exp(score - max_score), the weight of a score or the factor that takes a sum of exponentials from one reference to a
+// larger one. max_score may still be -inf: then so is score, with weight 0, or it is NaN, with weight NaN.
 SINGLE_QUERY_HOST_DEVICE float softmax_weight(float score, float max_score) {
   return exponential(score - (max_score == negative_infinity ? 0.0f : max_score));
 }
@@ -53,7 +57,7 @@ struct SoftmaxState {
 
   // Refer everything to `new_max`, which is not smaller than max_score.
   SINGLE_QUERY_HOST_DEVICE void raise_max(float new_max) {
-    const float factor = rescale_factor(max_score, new_max);
+    const float factor = softmax_weight(max_score, new_max);
     max_score = new_max;
     sum_exp *= factor;
     for (int i = 0; i < Size; ++i) {
@@ -61,10 +65,10 @@ struct SoftmaxState {
     }
   }
 
-  // The state of the union. A state without keys changes nothing, whatever its values hold; one whose scores were NaN
-  // has a NaN sum and is not such a state.
+  // The state of the union. A state without keys changes nothing; one whose scores were NaN has a NaN sum and is not
+  // such a state.
   SINGLE_QUERY_HOST_DEVICE void merge(const SoftmaxState& other) {
-    if (other.sum_exp != 0 && other.max_score > max_score) {
+    if (other.max_score > max_score) {
       raise_max(other.max_score);
     }
     merge_below(other);
@@ -72,10 +76,7 @@ struct SoftmaxState {
 
   // merge() where other.max_score is known not to exceed max_score.
   SINGLE_QUERY_HOST_DEVICE void merge_below(const SoftmaxState& other) {
-    if (other.sum_exp == 0) {
-      return;
-    }
-    const float factor = rescale_factor(other.max_score, max_score);
+    const float factor = softmax_weight(other.max_score, max_score);
     sum_exp += factor * other.sum_exp;
     for (int i = 0; i < Size; ++i) {
       values[i] += factor * other.values[i];
@@ -97,7 +98,7 @@ struct SoftmaxState {
 
   // Element i of the attention output; 0 without keys. `value_scale` is the one the values were accumulated with.
   SINGLE_QUERY_HOST_DEVICE float output(int i, float value_scale) const {
-    return sum_exp == 0 ? 0.0f : values[i] * (1.0f / sum_exp) * (1.0f / value_scale);
+    return sum_exp == 0 ? 0.0f : values[i] * reciprocal(sum_exp) * (1.0f / value_scale);
   }
 };
 

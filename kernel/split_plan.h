@@ -44,13 +44,15 @@ struct SplitPlan {
 };
 
 // x at least 1.
-SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) {
+SINGLE_QUERY_HOST_DEVICE int log2_floor(std::uint32_t x) {
 #if defined(__CUDA_ARCH__)
-  return 1u << (31 - __clz(static_cast<int>(x)));
+  return 31 - __clz(static_cast<int>(x));
 #else
-  return 1u << (31 - __builtin_clz(x));
+  return 31 - __builtin_clz(x);
 #endif
 }
+
+SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) { return 1u << log2_floor(x); }
 
 // Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together about
 // one block a multiprocessor for short problems and one a pair of multiprocessors (which share a memory port) for long

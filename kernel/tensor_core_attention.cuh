@@ -73,22 +73,28 @@ __device__ __forceinline__ std::uint32_t query_pair(const Element* row, int dim,
   return low | high << 16;
 }
 
-// queries[block][2 k], [2 k + 1]: the B fragments of dims 16 k .. 16 k + 15, heads 8 block .. 8 block + 7.
-template <class Shape>
+// queries[block][2 k], [2 k + 1]: the B fragments of dims 16 k .. 16 k + 15, heads 8 block .. 8 block + 7. plain: pairs
+// are aligned and none straddles head_dim.
+template <class Shape, bool plain>
 __device__ __forceinline__ void load_queries(const KernelArguments& args, const Piece& piece, const Heads& heads,
                                              std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps]) {
   const AttentionProblem& problem = args.problem;
   const int lane = threadIdx.x % 32;
-  const int head_dim = static_cast<int>(problem.head_dim);
+  const int first_dim = lane % 4 * 2;
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
     const int head = block * 8 + lane / 4;
+    const int head_dim = head < heads.count ? static_cast<int>(problem.head_dim) : 0;
     const Element* row = static_cast<const Element*>(problem.query) + piece.batch * problem.query_stride_batch +
-                        (heads.first_query_head + head) * problem.query_stride_head;
+                         (heads.first_query_head + head) * problem.query_stride_head;
+    const auto* pairs = reinterpret_cast<const std::uint32_t*>(row + first_dim);
 #pragma unroll
     for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
-      queries[block][i] =
-          head < heads.count ? query_pair(row, i * 8 + lane % 4 * 2, head_dim, args.query_copy_bytes >= 4) : 0u;
+      if (plain) {
+        queries[block][i] = i * 8 + first_dim < head_dim ? __ldg(pairs + i * 4) : 0u;
+      } else {
+        queries[block][i] = query_pair(row, i * 8 + first_dim, head_dim, args.query_copy_bytes >= 4);
+      }
     }
   }
 }
@@ -155,7 +161,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks]
     if (__any_sync(0xffffffffu, largest[0] > state.max_score[block][0] || largest[1] > state.max_score[block][1])) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float factor = rescale_factor(state.max_score[block][h], largest[h]);
+        const float factor = softmax_weight(state.max_score[block][h], largest[h]);
         state.max_score[block][h] = largest[h];
         state.sum_exp[block][h] *= factor;
 #pragma unroll
@@ -316,7 +322,9 @@ __device__ __forceinline__ void stage_state(const WarpStates& warps, const Tenso
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' rings, then staging (walk: the rings are busy
 // with what comes next) or the cluster's mailbox.
-template <class Shape>
+// plain: by row, contiguous, aligned to 16 bytes, no lengths, no modifiers: the same body with little code, because a
+// short problem takes about as long as its instructions take to arrive.
+template <class Shape, bool plain>
 __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_constant__ KernelArguments args) {
   using Ring = typename Shape::Ring;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -326,7 +334,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   const int warps = args.plan.warps;
   const int cluster_size = args.plan.cluster_size;
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
-  Pieces pieces(args, rank);
+  const bool walk = !plain && args.plan.walk;
+  const bool modified = !plain && args.modified;
+  Pieces<plain> pieces(args);
   if (pieces.done()) {
     return; // the same for all blocks of a cluster
   }
@@ -334,7 +344,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   unsigned char* const area = shared + warps * Ring::warp_bytes;
   const std::uint32_t first_key = (rank * warps + warp) * step_keys;
   const std::uint32_t stride = cluster_size * warps * step_keys;
-  CacheReader<Shape::padded_dim> reader(args, ring, pieces, first_key, stride);
+  CacheReader<Shape::padded_dim, plain> reader(args, ring, pieces, first_key, stride);
   TensorCoreState<Shape> state;
   LaneModifiers<Shape> modifiers;
   Piece piece;
@@ -347,7 +357,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __syncthreads(); // staging is free again
     }
     std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
-    load_queries<Shape>(args, piece, heads, queries);
+    load_queries<Shape, plain>(args, piece, heads, queries);
     if (first) {
 #pragma unroll 1
       for (int ahead = 0; ahead < Ring::stages; ++ahead) {
@@ -359,18 +369,17 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       }
 #if __CUDA_ARCH__ >= 900
       if (cluster_size > 1) {
-        const int elements = heads.count << Shape::head_shift;
-        open_mailbox(ClusterMailbox(area, elements, cluster_size, warps), elements, cluster_size, rank);
+        open_mailbox(ClusterMailbox(area, heads.count << Shape::head_shift, cluster_size, warps), cluster_size);
       }
 #endif
     }
     state.clear();
-    if (args.modified) {
+    if (modified) {
       modifiers.load_slopes(problem, piece, heads);
     }
 #pragma unroll 1
     for (std::uint32_t key = piece.keys.begin + first_key; key < piece.keys.end; key += stride) {
-      if (args.modified) {
+      if (modified) {
         modifiers.load_mask(problem, piece, heads, key);
       }
       __pipeline_wait_prior(Ring::in_flight);
@@ -385,14 +394,14 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __syncwarp(); // all lanes have read the tile
       reader.template copy_keys<true>(stage);
       unsigned excluded = 0;
-      if (args.modified) {
+      if (modified) {
         excluded = modifiers.apply(problem, piece, key, scores);
       }
 #pragma unroll
       for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (!args.modified) {
+          if (!modified) {
             scores[block][i] *= problem.scale;
           }
           const bool past_end = key + threadIdx.x % 32 / 4 + i / 2 * 8 >= piece.keys.end;
@@ -403,7 +412,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __pipeline_wait_prior(Ring::in_flight);
       __syncwarp();
       unsigned char* const value_tile = Ring::value_tile(ring, stage);
-      if (args.modified) {
+      if (modified) {
         if (__any_sync(0xffffffffu, excluded != 0)) {
           shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
         }
@@ -429,7 +438,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     }
     // By row, this warp's ring has drained and holds its state; in a walk it holds the next piece's keys already.
     WarpStates states{reinterpret_cast<float*>(area), Shape::staging_bytes / 4, Shape::tile_heads, Shape::head_shift};
-    if (!args.plan.walk) {
+    if (!walk) {
       states.base = reinterpret_cast<float*>(shared);
       states.warp_stride = Ring::warp_bytes / 4;
       __pipeline_wait_prior(0);

@@ -10,6 +10,13 @@ namespace single_query {
 // Counters at the start of every workspace, zero between calls; partial states follow them.
 constexpr std::uint32_t workspace_counters = 4096;
 
+// The keys of a batch entry's rows, and how many units they make.
+struct RowUnits {
+  std::uint32_t length;
+  KeyRange keys;
+  std::uint32_t units;
+};
+
 struct KernelArguments {
   AttentionProblem problem;
   SplitPlan plan;
@@ -17,7 +24,10 @@ struct KernelArguments {
   int group;                      // query heads per key/value head
   int tile_heads;                 // query heads of a full tile
   int tiles;                      // tiles per key/value head
+  std::uint32_t rows_per_batch;   // kv_heads * tiles
   int head_shift;                 // log2 of the elements of a head, see merge_partials.cuh
+  RowUnits uniform;                 // of every row, where there are no lengths
+  std::int64_t key_step, value_step; // elements from one step of a warp to its next, in a contiguous cache
   // Bytes that one copy instruction may move: 16 or 4, or (elements of 16 bits) 2, as the alignment allows.
   int query_copy_bytes, key_copy_bytes, value_copy_bytes;
   bool modified;       // softcap, ALiBi or a mask: scores are more than scaled dot products
@@ -30,7 +40,7 @@ struct KernelArguments {
 
 // A contiguous range of the keys of one row, worked on by one block or cluster.
 struct Piece {
-  std::int64_t batch;
+  std::uint32_t batch;
   std::uint32_t row_in_batch; // kv_head * tiles + tile
   std::uint32_t length;       // of the row
   KeyRange keys;
@@ -88,14 +98,14 @@ __device__ __noinline__ std::uint64_t batch_units(const KernelArguments& args, s
     return 0;
   }
   const std::uint32_t keys = row_keys(args.problem, row_length(args.problem, batch));
-  return static_cast<std::uint64_t>(units_of(keys, args.plan.unit_keys)) * args.problem.kv_heads * args.tiles;
+  return static_cast<std::uint64_t>(units_of(keys, args.plan.unit_keys)) * args.rows_per_batch;
 }
 
 // Rows with differing lengths are counted on the device: every warp scans them by itself, so that no barrier is needed.
 __device__ __noinline__ WalkShare find_share(const KernelArguments& args) {
   constexpr unsigned all = 0xffffffffu;
   const unsigned lane = threadIdx.x % 32;
-  const std::uint32_t rows_per_batch = static_cast<std::uint32_t>(args.problem.kv_heads) * args.tiles;
+  const std::uint32_t rows_per_batch = args.rows_per_batch;
   WalkShare share;
   share.total = args.plan.units;
   if (share.total == 0) {
@@ -145,31 +155,54 @@ __device__ __noinline__ WalkShare find_share(const KernelArguments& args) {
   return share;
 }
 
-// The keys of a batch entry's rows, and how many units they make.
-struct RowUnits {
-  std::uint32_t length;
-  KeyRange keys;
-  std::uint32_t units;
-};
-
-__device__ __noinline__ RowUnits row_units(const KernelArguments& args, std::int64_t batch) {
+__device__ __noinline__ RowUnits counted_row(const KernelArguments& args, std::int64_t batch) {
   const std::uint32_t length = row_length(args.problem, batch);
   const KeyRange keys = attended_keys(args.problem, length);
   return {length, keys, units_of(keys.end - keys.begin, args.plan.unit_keys)};
 }
 
+__device__ __forceinline__ RowUnits row_units(const KernelArguments& args, std::int64_t batch) {
+  return args.problem.lengths == nullptr ? args.uniform : counted_row(args, batch);
+}
+
+// What a block works on in by_row mode: the share of its cluster in the row's keys.
+struct RowShare {
+  KeyRange keys;
+  std::uint32_t cluster, clusters; // that share the row; this one has no work if cluster >= clusters
+};
+
+__device__ __forceinline__ RowShare share_row(const KernelArguments& args, KeyRange row) {
+  const SplitPlan& plan = args.plan;
+  RowShare share{row, 0, 1};
+  if (plan.clusters > 1) {
+    const std::uint32_t keys = row.end - row.begin;
+    share.cluster = blockIdx.x / plan.cluster_size;
+    share.clusters = clusters_in_use(plan, keys, args.least_block_keys);
+    // Whole 64-key steps: equal work for the warps of a block.
+    const std::uint32_t each = (units_of(keys, share.clusters) + 63) / 64 * 64;
+    const std::uint32_t begin = min(keys, share.cluster * each);
+    share.keys = {row.begin + begin, row.begin + min(keys, begin + each)};
+  }
+  return share;
+}
+
+__device__ __forceinline__ Cut cut_by_row(const KernelArguments& args, const RowShare& share) {
+  const std::uint32_t row = blockIdx.z * gridDim.y + blockIdx.y;
+  const std::uint64_t slot = static_cast<std::uint64_t>(row) * args.plan.clusters;
+  const std::uint32_t rank = blockIdx.x & (args.plan.cluster_size - 1);
+  return {share.cluster, share.clusters, slot, slot, row * args.plan.cluster_size + rank, true};
+}
+
 // The pieces of this block, in order: the one of by_row mode, or those of its share of a walk. A copy of the iterator
-// can run ahead of another.
+// can run ahead of another. plain: by_row and without lengths, which leaves little code.
+template <bool plain>
 class Pieces {
 public:
-  // rank: of the block in its cluster.
-  __device__ __forceinline__ Pieces(const KernelArguments& args, int rank) : args_(args) {
-    const SplitPlan& plan = args.plan;
-    rows_per_batch_ = static_cast<std::uint32_t>(args.problem.kv_heads) * args.tiles;
-    if (plan.walk) {
+  __device__ __forceinline__ explicit Pieces(const KernelArguments& args) : args_(args) {
+    if (!plain && args.plan.walk) {
       share_ = find_share(args);
       left_ = share_.units;
-      batch_ = share_.batch;
+      batch_ = static_cast<std::uint32_t>(share_.batch);
       row_in_batch_ = share_.row_in_batch;
       first_ = share_.first;
       if (left_ != 0) {
@@ -179,42 +212,44 @@ public:
     }
     batch_ = blockIdx.z;
     row_in_batch_ = blockIdx.y;
-    row_.length = row_length(args.problem, batch_);
-    row_.keys = attended_keys(args.problem, row_.length);
-    row_.units = left_ = 1;
-    rank_ = rank;
-    if (plan.clusters > 1) {
-      const std::uint32_t keys = row_.keys.end - row_.keys.begin;
-      const std::uint32_t cluster = blockIdx.x / plan.cluster_size;
-      clusters_ = clusters_in_use(plan, keys, args.least_block_keys);
-      // Shares of whole 64-key steps: equal work for the warps of a block.
-      const std::uint32_t share = (units_of(keys, clusters_) + 63) / 64 * 64;
-      const std::uint32_t begin = min(keys, cluster * share);
-      row_.keys = {row_.keys.begin + begin, row_.keys.begin + min(keys, begin + share)};
-      left_ = cluster < clusters_ ? 1 : 0;
+    if (plain || args.problem.lengths == nullptr) {
+      row_ = args.uniform;
+    } else {
+      row_.length = row_length(args.problem, batch_);
+      row_.keys = attended_keys(args.problem, row_.length);
     }
+    by_row_ = share_row(args, row_.keys);
+    row_.keys = by_row_.keys;
+    row_.units = 1;
+    left_ = by_row_.cluster < by_row_.clusters ? 1 : 0;
   }
 
-  __device__ bool done() const { return left_ == 0; }
+  __device__ __forceinline__ bool done() const { return left_ == 0; }
 
   // The next piece; false when there is none.
   __device__ __forceinline__ bool next(Piece& piece) {
     if (left_ == 0) {
       return false;
     }
-    const std::uint32_t unit = args_.plan.unit_keys;
-    const std::uint32_t taken = args_.plan.pieces_are_units ? 1 : min(left_, row_.units - first_);
     piece.batch = batch_;
     piece.row_in_batch = row_in_batch_;
     piece.length = row_.length;
+    if (plain) {
+      piece.keys = row_.keys;
+      piece.whole = by_row_.clusters == 1;
+      left_ = 0;
+      return true;
+    }
+    const std::uint32_t unit = args_.plan.unit_keys;
+    const std::uint32_t taken = args_.plan.pieces_are_units ? 1 : min(left_, row_.units - first_);
     piece.keys.begin = row_.keys.begin + first_ * unit;
     piece.keys.end = first_ + taken == row_.units ? row_.keys.end : piece.keys.begin + taken * unit;
-    piece.whole = taken == row_.units && clusters_ == 1;
+    piece.whole = taken == row_.units && by_row_.clusters == 1;
     left_ -= taken;
     first_ += taken;
     if (first_ == row_.units && left_ != 0) {
       first_ = 0;
-      if (++row_in_batch_ == rows_per_batch_) {
+      if (++row_in_batch_ == args_.rows_per_batch) {
         row_in_batch_ = 0;
         row_ = row_units(args_, ++batch_);
       }
@@ -224,17 +259,11 @@ public:
 
   // The cut of the piece that next() has just given; only for pieces that are not whole.
   __device__ __forceinline__ Cut cut(const Piece& piece) const {
+    if (plain || !args_.plan.walk) {
+      return cut_by_row(args_, by_row_);
+    }
     const SplitPlan& plan = args_.plan;
     Cut cut;
-    if (!plan.walk) {
-      const std::uint32_t row = static_cast<std::uint32_t>(piece.batch) * gridDim.y + piece.row_in_batch;
-      cut.index = blockIdx.x / plan.cluster_size;
-      cut.count = clusters_;
-      cut.first_slot = cut.other_slot = static_cast<std::uint64_t>(row) * plan.clusters;
-      cut.counter = row * plan.cluster_size + rank_;
-      cut.shared = true;
-      return cut;
-    }
     const KeyRange keys = attended_keys(args_.problem, piece.length);
     const std::uint32_t units = units_of(keys.end - keys.begin, plan.unit_keys);
     const std::uint32_t first = (piece.keys.begin - keys.begin) / plan.unit_keys;
@@ -247,7 +276,7 @@ public:
     if (plan.pieces_are_units) {
       cut.index = first;
       cut.count = units;
-      cut.first_slot = cut.other_slot = (piece.batch * rows_per_batch_ + piece.row_in_batch) * plan.splits_per_row;
+      cut.first_slot = cut.other_slot = (static_cast<std::uint64_t>(piece.batch) * args_.rows_per_batch + piece.row_in_batch) * plan.splits_per_row;
     } else {
       // A block has at most two such pieces: one that goes on with a row, one that starts a row.
       cut.index = blockIdx.x - first_block;
@@ -260,14 +289,11 @@ public:
 
 private:
   const KernelArguments& args_;
-  int rank_ = 0;
-  std::uint32_t clusters_ = 1; // by_row: that share this row
+  RowShare by_row_ = {{0, 0}, 0, 1};
   WalkShare share_;
   std::uint32_t left_ = 0; // units not given yet
-  std::uint32_t rows_per_batch_ = 0;
   // The row that is being cut, and the unit of it that comes next.
-  std::int64_t batch_ = 0;
-  std::uint32_t row_in_batch_ = 0, first_ = 0;
+  std::uint32_t batch_ = 0, row_in_batch_ = 0, first_ = 0;
   RowUnits row_ = {0, {0, 0}, 0};
 };
 

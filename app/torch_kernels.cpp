@@ -4,6 +4,7 @@
 #include "torch_checks.h"
 #include "torch_workspace.h"
 
+#include <ATen/Config.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -13,6 +14,10 @@
 #include <optional>
 #include <string>
 #include <string_view>
+
+#if AT_PARALLEL_OPENMP && !defined(_OPENMP)
+#warning "without OpenMP this file's at::parallel_for is a serial loop"
+#endif
 
 namespace single_query {
 namespace {

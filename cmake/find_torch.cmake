@@ -31,7 +31,7 @@ function(single_query_find_torch fault)
     if(NOT DEFINED TORCH_CUDA_ARCH_LIST AND NOT DEFINED ENV{TORCH_CUDA_ARCH_LIST})
       set(TORCH_CUDA_ARCH_LIST 9.0)
     endif()
-    set(CUDA_TOOLKIT_ROOT_DIR "${CUDAToolkit_LIBRARY_ROOT}") # that of our compiler, should there be several
+    cmake_path(GET CUDAToolkit_BIN_DIR PARENT_PATH CUDA_TOOLKIT_ROOT_DIR) # ours, should there be several
     set(CMAKE_MESSAGE_LOG_LEVEL ERROR) # its warnings are about those flags, and about a profiler that is left out
     find_package(Torch ${SINGLE_QUERY_TORCH_MINIMUM} QUIET)
     unset(CMAKE_MESSAGE_LOG_LEVEL)

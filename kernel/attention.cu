@@ -12,25 +12,25 @@ namespace {
 
 // One compiled kernel and what the host has to know of it.
 struct Kernel {
-  const void* function;
-  const void* plain_function; // the same for plain problems, see tensor_core_attention.cuh
+  const void* functions[3]; // by Path
   BodyTraits body;
   int tile_heads;
   int head_shift; // of the partial states
   int (*shared_bytes)(const SplitPlan& plan);
-  std::atomic<std::uint64_t>* prepared; // a bit per device; one each for the two functions
+  std::atomic<std::uint64_t>* prepared; // by Path, a bit per device
 };
 
 // Devices that know how much shared memory a kernel may use.
 template <class Shape>
-std::atomic<std::uint64_t> prepared_devices[2];
+std::atomic<std::uint64_t> prepared_devices[3];
 
 template <class Shape>
 Kernel tensor_core_kernel() {
   constexpr bool wide = Shape::padded_dim == 256;
   constexpr int most_warps = wide || Shape::head_blocks > 1 ? 4 : 8; // what fits into shared memory
-  return {reinterpret_cast<const void*>(&tensor_core_attention<Shape, false>),
-          reinterpret_cast<const void*>(&tensor_core_attention<Shape, true>),
+  return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::row>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, 4, wide ? 1 : 2, most_warps, 128},
           Shape::tile_heads,
           Shape::head_shift,
@@ -40,8 +40,8 @@ Kernel tensor_core_kernel() {
 
 template <class Shape>
 Kernel simt_kernel() {
-  return {reinterpret_cast<const void*>(&simt_attention<Shape, false>),
-          reinterpret_cast<const void*>(&simt_attention<Shape, true>),
+  const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
+  return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general},
           {Shape::step_keys, 8, 2, 8, 4 * Shape::step_keys},
           Shape::tile_heads,
           Shape::head_shift,
@@ -87,6 +87,7 @@ int copy_bytes(const AttentionProblem& problem, const void* data, std::initializ
 
 struct Plan {
   Kernel kernel;
+  Path path;
   KernelArguments arguments;
   std::uint64_t partial_elements; // of the workspace
 };
@@ -111,54 +112,57 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   const std::int64_t step = args.plan.cluster_size * args.plan.warps * plan.kernel.body.keys_per_warp;
   args.key_step = step * problem.key_stride_slot;
   args.value_step = step * problem.value_stride_slot;
-  args.query_copy_bytes =
-      copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
-  args.key_copy_bytes = copy_bytes(problem, problem.key,
-                                   {problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot});
+  args.query_copy_bytes = copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
+  args.key_copy_bytes =
+      copy_bytes(problem, problem.key, {problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot});
   args.value_copy_bytes = copy_bytes(problem, problem.value,
                                      {problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot});
-  args.output_vectors = copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
+  args.output_vectors =
+      copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   const SplitPlan& split = args.plan;
-  if (!split.walk && problem.lengths == nullptr && problem.page_table == nullptr && !args.modified &&
-      args.query_copy_bytes == 16 && args.key_copy_bytes == 16 && args.value_copy_bytes == 16) {
-    plan.kernel.function = plan.kernel.plain_function;
-    ++plan.kernel.prepared;
-  }
-  const std::uint64_t slots = !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
-                              : split.pieces_are_units
-                                  ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
-                                  : 2ull * split.blocks;
+  const bool little = !split.walk && !args.modified && args.query_copy_bytes == 16 && args.key_copy_bytes == 16 &&
+                      args.value_copy_bytes == 16;
+  plan.path = !little ? Path::general : problem.lengths == nullptr ? Path::plain : Path::row;
+  const std::uint64_t slots =
+      !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
+      : split.pieces_are_units
+          ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
+          : 2ull * split.blocks;
   plan.partial_elements = slots * args.tile_heads << args.head_shift;
   return plan;
 }
 
 std::size_t workspace_bytes(const Plan& plan) {
-  return plan.partial_elements == 0 ? 0
-                                    : workspace_counters * sizeof(std::uint32_t) +
-                                          plan.partial_elements * (sizeof(float4) + sizeof(float2));
+  return plan.partial_elements == 0
+             ? 0
+             : workspace_counters * sizeof(std::uint32_t) + plan.partial_elements * (sizeof(float4) + sizeof(float2));
 }
 
-bool is_empty(const AttentionProblem& problem) { return problem.batch == 0 || problem.query_heads == 0; }
+bool is_empty(const AttentionProblem& problem) {
+  return problem.batch == 0 || problem.query_heads == 0;
+}
 
 // More shared memory than every device grants has to be asked for, once per kernel and device.
-void prepare(const Kernel& kernel, const Device& device, int shared_bytes) {
+void prepare(const Kernel& kernel, Path path, const Device& device, int shared_bytes) {
+  const void* const function = kernel.functions[static_cast<int>(path)];
+  std::atomic<std::uint64_t>& prepared = kernel.prepared[static_cast<int>(path)];
   constexpr int always_granted = 48 * 1024 - 1024; // less what a kernel has statically
   const std::uint64_t bit = device.index < 64 ? 1ull << device.index : 0;
-  if (shared_bytes <= always_granted || (kernel.prepared->load(std::memory_order_relaxed) & bit) != 0) {
+  if (shared_bytes <= always_granted || (prepared.load(std::memory_order_relaxed) & bit) != 0) {
     return;
   }
   cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel.function), "single_query: cudaFuncGetAttributes");
-  check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  check_cuda(cudaFuncGetAttributes(&attributes, function), "single_query: cudaFuncGetAttributes");
+  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   device.shared_bytes - static_cast<int>(attributes.sharedSizeBytes)),
              "single_query: cudaFuncSetAttribute");
-  kernel.prepared->fetch_or(bit, std::memory_order_relaxed);
+  prepared.fetch_or(bit, std::memory_order_relaxed);
 }
 
 } // namespace
 
-AttentionProblem contiguous_problem(DataType dtype, std::int64_t batch, std::int64_t query_heads,
-                                    std::int64_t kv_heads, std::int64_t keys, std::int64_t head_dim) {
+AttentionProblem contiguous_problem(DataType dtype, std::int64_t batch, std::int64_t query_heads, std::int64_t kv_heads,
+                                    std::int64_t keys, std::int64_t head_dim) {
   AttentionProblem problem;
   problem.dtype = dtype;
   problem.batch = problem.pages = batch;
@@ -196,13 +200,13 @@ void attention(const AttentionProblem& problem, void* workspace, std::size_t byt
   args.partial_states = reinterpret_cast<float2*>(args.partial_values + plan.partial_elements);
   const SplitPlan& split = args.plan;
   const int shared_bytes = plan.kernel.shared_bytes(split);
-  prepare(plan.kernel, device, shared_bytes);
-  const dim3 grid = split.walk ? dim3(split.blocks)
-                               : dim3(static_cast<unsigned>(split.cluster_size * split.clusters),
-                                      static_cast<unsigned>(problem.kv_heads * args.tiles),
-                                      static_cast<unsigned>(problem.batch));
-  launch({plan.kernel.function, grid, static_cast<unsigned>(split.warps * 32), static_cast<unsigned>(shared_bytes),
-          split.cluster_size, stream},
+  prepare(plan.kernel, plan.path, device, shared_bytes);
+  const dim3 grid =
+      split.walk ? dim3(split.blocks)
+                 : dim3(static_cast<unsigned>(split.cluster_size * split.clusters),
+                        static_cast<unsigned>(problem.kv_heads * args.tiles), static_cast<unsigned>(problem.batch));
+  launch({plan.kernel.functions[static_cast<int>(plan.path)], grid, static_cast<unsigned>(split.warps * 32),
+          static_cast<unsigned>(shared_bytes), split.cluster_size, stream},
          &args);
 }
 

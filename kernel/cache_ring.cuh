@@ -24,9 +24,13 @@ struct CacheRing {
   static constexpr int warp_bytes = stages * 2 * tile_bytes;
   static constexpr int in_flight = 2 * stages - 1; // copy groups that may be pending when the oldest tile is needed
 
-  // Address of 16-byte chunk `chunk` of row `row` in a tile.
+  // Where 16-byte chunk `chunk` of row `row` lies in a tile.
+  static constexpr int panel_bytes = step_keys * 128;
+  static __device__ __forceinline__ int chunk_offset(int row, int chunk) {
+    return chunk / 8 * panel_bytes + row * 128 + (((chunk % 8) ^ (row % 8)) * 16);
+  }
   static __device__ __forceinline__ unsigned char* chunk_address(unsigned char* tile, int row, int chunk) {
-    return tile + chunk / 8 * (step_keys * 128) + row * 128 + (((chunk % 8) ^ (row % 8)) * 16);
+    return tile + chunk_offset(row, chunk);
   }
   static __device__ __forceinline__ unsigned char* key_tile(unsigned char* ring, int stage) {
     return ring + stage * 2 * tile_bytes;
@@ -59,8 +63,8 @@ __device__ __forceinline__ void copy_tile_by_chunks(unsigned char* tile, const E
     const int row = i * (32 / row_lanes) + lane / row_lanes;
     const std::int64_t offset = __shfl_sync(0xffffffffu, own_row, row);
     const bool valid = offset >= 0 && chunk * 8 < head_dim;
-    copy_async<16>(CacheRing<padded_dim>::chunk_address(tile, row, chunk),
-                   head + (valid ? offset + chunk * 8 : 0), valid ? 16 : 0);
+    copy_async<16>(CacheRing<padded_dim>::chunk_address(tile, row, chunk), head + (valid ? offset + chunk * 8 : 0),
+                   valid ? 16 : 0);
   }
 }
 
@@ -68,7 +72,7 @@ __device__ __forceinline__ void copy_tile_by_chunks(unsigned char* tile, const E
 // line and with plain arguments, so that the fast path stays small and in registers.
 template <int padded_dim>
 __device__ __noinline__ void copy_tile_out_of_line(unsigned char* tile, const Element* head, std::int64_t own_row,
-                                                int head_dim, int copy_bytes) {
+                                                   int head_dim, int copy_bytes) {
   if (copy_bytes == 16) {
     copy_tile_by_chunks<padded_dim>(tile, head, own_row, head_dim);
     return;
@@ -94,18 +98,25 @@ __device__ __noinline__ void copy_tile_out_of_line(unsigned char* tile, const El
 }
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
-// Sequence per step: copy_keys(stage), copy_values(stage), advance(). plain: contiguous and aligned to 16 bytes.
-template <int padded_dim, bool plain>
+// Sequence per step: copy_keys(stage), copy_values(stage), advance().
+template <int padded_dim, Path path>
 class CacheReader {
+  static constexpr bool may_page = path != Path::plain;
+  static constexpr bool general = path == Path::general;
   using Ring = CacheRing<padded_dim>;
   static constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
   static constexpr int rows_at_once = 32 / row_lanes;
+  static constexpr int pattern = 8 / rows_at_once; // copies after which the XOR of rows and chunks repeats
 
 public:
   // first_key: of this warp, relative to a piece's begin; stride: keys that all warps take in a step together.
-  __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<plain>& pieces,
+  __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<path>& pieces,
                                          std::uint32_t first_key, std::uint32_t stride)
       : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), stride_(stride) {
+#pragma unroll
+    for (int i = 0; i < pattern; ++i) {
+      destination_[i] = Ring::chunk_offset(i * rows_at_once + lane() / row_lanes, lane() % row_lanes);
+    }
     next_piece();
   }
 
@@ -115,7 +126,7 @@ public:
     const AttentionProblem& problem = args_.problem;
     copy_tile<steady>(Ring::key_tile(ring_, stage), problem.key, problem.key_stride_head, problem.key_stride_page,
                       problem.key_stride_slot, args_.key_copy_bytes, key_row_);
-    if (!plain && problem.page_table != nullptr) {
+    if (may_page && problem.page_table != nullptr) {
       const bool missing = key_ + lane() % step_keys < end_ && !page_exists(problem, slot_.page);
       const unsigned bit = 1u << stage;
       missing_ = __any_sync(0xffffffffu, missing) ? missing_ | bit : missing_ & ~bit;
@@ -141,10 +152,14 @@ public:
   }
 
   // Whether the tiles in this stage needed a page that does not exist.
-  __device__ __forceinline__ bool misses_page(int stage) const { return !plain && (missing_ >> stage & 1) != 0; }
+  __device__ __forceinline__ bool misses_page(int stage) const {
+    return may_page && (missing_ >> stage & 1) != 0;
+  }
 
 private:
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+  static __device__ __forceinline__ int lane() {
+    return static_cast<int>(threadIdx.x % 32);
+  }
 
   __device__ __forceinline__ void next_piece() {
     Piece piece;
@@ -170,7 +185,7 @@ private:
 
   // One read of the table a step, under way a whole step before its result is needed.
   __device__ __forceinline__ void look_up_page() {
-    if (!plain && args_.problem.page_table != nullptr) {
+    if (may_page && args_.problem.page_table != nullptr) {
       const std::uint32_t key = key_ + lane() % step_keys;
       slot_ = key < end_ ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
     }
@@ -195,10 +210,10 @@ private:
                                             const Element* source) {
     const int head_dim = static_cast<int>(args_.problem.head_dim);
     const bool paged = args_.problem.page_table != nullptr;
-    if (!plain && (copy_bytes < 16 || (!steady && paged))) {
+    if (general && (copy_bytes < 16 || (!steady && paged))) {
       copy_tile_out_of_line<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
                                         own_row(stride_page, stride_slot), head_dim, copy_bytes);
-    } else if (!plain && paged) {
+    } else if (may_page && paged) {
       copy_tile_by_chunks<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
                                       own_row(stride_page, stride_slot), head_dim);
     } else if (key_ < end_) {
@@ -209,7 +224,7 @@ private:
       for (int i = 0; i < step_keys / rows_at_once; ++i) {
         // Of a row that is not there nothing is read, so its address does not matter.
         const bool valid = i * rows_at_once < rows;
-        copy_async<16>(Ring::chunk_address(tile, i * rows_at_once + first_row, chunk), source, valid ? 16 : 0);
+        copy_async<16>(tile + destination_[i % pattern] + i / pattern * 1024, source, valid ? 16 : 0);
         source += rows_at_once * stride_slot;
       }
     }
@@ -218,7 +233,8 @@ private:
 
   const KernelArguments& args_;
   unsigned char* ring_;
-  Pieces<plain> pieces_;
+  int destination_[pattern]; // of this lane's copies in a tile
+  Pieces<path> pieces_;
   std::uint32_t first_key_, stride_;
   std::uint32_t key_ = 0, end_ = 0; // first key of the coming step, end of its piece
   const Element* key_row_ = nullptr;

@@ -9,7 +9,9 @@
 namespace single_query {
 
 // The power of two that values are accumulated with, see softmax_state.h.
-__device__ __forceinline__ float value_scale(bool half) { return half ? float16_value_scale : wide_value_scale; }
+__device__ __forceinline__ float value_scale(bool half) {
+  return half ? float16_value_scale : wide_value_scale;
+}
 
 template <typename Scalar>
 __device__ __forceinline__ Scalar from_float(float x) {

@@ -57,9 +57,7 @@ Device current_device() {
       known[index].store(facts, std::memory_order_relaxed);
     }
   }
-  return {index,
-          {static_cast<int>(facts >> 2 & 0x3fffffff), (facts & 2) != 0},
-          static_cast<int>(facts >> 32)};
+  return {index, {static_cast<int>(facts >> 2 & 0x3fffffff), (facts & 2) != 0}, static_cast<int>(facts >> 32)};
 }
 
 void launch(const Launch& launch, const void* argument) {

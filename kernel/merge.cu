@@ -10,8 +10,8 @@ namespace {
 
 constexpr int merge_threads = 128;
 
-// One warp a row of [batch, heads]; a lane merges every 32nd of its head dims. The weights of a row's parts are the same
-// for all dims, so each lane computes them by itself. grid: enough warps, any number of blocks.
+// One warp a row of [batch, heads]; a lane merges every 32nd of its head dims. The weights of a row's parts are the
+// same for all dims, so each lane computes them by itself. grid: enough warps, any number of blocks.
 template <typename Scalar>
 __global__ void __launch_bounds__(merge_threads) merge_rows(const __grid_constant__ MergeProblem problem) {
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * (merge_threads / 32);
@@ -23,14 +23,15 @@ __global__ void __launch_bounds__(merge_threads) merge_rows(const __grid_constan
     const float* lse = problem.lse + batch * problem.lse_stride_batch + head * problem.lse_stride_head;
     const Scalar* outputs = static_cast<const Scalar*>(problem.outputs) + batch * problem.outputs_stride_batch +
                             head * problem.outputs_stride_head;
-    Scalar* output = static_cast<Scalar*>(problem.output) + batch * problem.output_stride_batch +
-                     head * problem.output_stride_head;
+    Scalar* output =
+        static_cast<Scalar*>(problem.output) + batch * problem.output_stride_batch + head * problem.output_stride_head;
     for (int dim = lane; dim < problem.head_dim; dim += 32) {
       SoftmaxState<1> total;
       for (std::int64_t part = 0; part < problem.parts; ++part) {
         const float part_lse = lse[part * problem.lse_stride_part];
         if (part_lse != negative_infinity) {
-          total.merge({part_lse, 1.0f, {to_float(outputs[part * problem.outputs_stride_part + dim]) * wide_value_scale}});
+          total.merge(
+              {part_lse, 1.0f, {to_float(outputs[part * problem.outputs_stride_part + dim]) * wide_value_scale}});
         }
       }
       output[dim] = from_float<Scalar>(total.output(0, wide_value_scale));

@@ -18,8 +18,8 @@ namespace single_query {
 
 using ElementState = SoftmaxState<4>;
 
-// The states of a block's warps in shared memory as the kernel bodies leave them: of each warp values[head][pitch], then
-// (max_score, sum_exp)[head]. The pitch spreads the tensor cores' fragments over all banks.
+// The states of a block's warps in shared memory as the kernel bodies leave them: of each warp values[head][pitch],
+// then (max_score, sum_exp)[head]. The pitch spreads the tensor cores' fragments over all banks.
 struct WarpStates {
   float* base;
   int warp_stride; // floats
@@ -32,7 +32,9 @@ struct WarpStates {
     return (tile_heads * (pitch(head_shift) + 2) + 3) / 4 * 4;
   }
   __device__ float* values(int warp, int head) const { return base + warp * warp_stride + head * pitch(head_shift); }
-  __device__ float2& state(int warp, int head) const { return reinterpret_cast<float2*>(values(warp, tile_heads))[head]; }
+  __device__ float2& state(int warp, int head) const {
+    return reinterpret_cast<float2*>(values(warp, tile_heads))[head];
+  }
   __device__ ElementState element(int warp, int element) const {
     const int head = element >> head_shift;
     const int vector = element & ((1 << head_shift) - 1);
@@ -52,7 +54,8 @@ struct ClusterMailbox {
   int slice;           // elements of a block; the cluster size divides the elements of a head
 
   static __host__ __device__ constexpr int bytes(int elements, int cluster_size, int warps) {
-    return 16 + cluster_size * warps * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
+    return 16 +
+           cluster_size * warps * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
   }
   __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size, int warps)
       : values(reinterpret_cast<float4*>(memory + 16)), full(reinterpret_cast<std::uint64_t*>(memory)),
@@ -261,7 +264,8 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
     __syncthreads();
   }
   const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.tile_heads) << args.head_shift;
-  // First the block's or cluster's own states; then, if this piece is the last of a row to come in, those of all pieces.
+  // First the block's or cluster's own states; then, if this piece is the last of a row to come in, those of all
+  // pieces.
   bool gather = false;
   for (;;) {
     const std::uint32_t sources = gather ? finish.cut.count : static_cast<std::uint32_t>(cluster_size * warps);

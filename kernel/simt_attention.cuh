@@ -1,8 +1,8 @@
 // The SIMT kernel body: float32, every head_dim, stride and alignment.
 //
-// `lanes` lanes share a key: each holds `vectors` groups of four head dims of it. A warp takes 32 / lanes keys at a time
-// and `rows` such rows a step, straight into registers: all loads of a step are issued before its arithmetic, keys of
-// the next step while this one's softmax runs. Each group of lanes keeps a softmax state of its own until the end.
+// `lanes` lanes share a key: each holds `vectors` groups of four head dims of it. A warp takes 32 / lanes keys at a
+// time and `rows` such rows a step, straight into registers: all loads of a step are issued before its arithmetic, keys
+// of the next step while this one's softmax runs. Each group of lanes keeps a softmax state of its own until the end.
 #pragma once
 
 #include "mask.h"
@@ -171,7 +171,8 @@ public:
   // cache: the tensor; step: elements from one step of the warp to its next.
   __device__ __forceinline__ SimtReader(const AttentionProblem& problem, const void* cache, std::int64_t stride_page,
                                         std::int64_t stride_head, std::int64_t stride_slot, std::int64_t step,
-                                        bool vectors, const Piece& piece, std::uint32_t kv_head, std::uint32_t first_key)
+                                        bool vectors, const Piece& piece, std::uint32_t kv_head,
+                                        std::uint32_t first_key)
       : problem_(problem), head_(static_cast<const float*>(cache) + kv_head * stride_head + lane_dim()),
         row_(head_ + piece.batch * stride_page + static_cast<std::int64_t>(first_key) * stride_slot),
         stride_page_(stride_page), stride_slot_(stride_slot), step_(step), vectors_(plain || vectors) {}
@@ -198,7 +199,9 @@ public:
   }
 
 private:
-  static __device__ __forceinline__ int lane_dim() { return static_cast<int>(threadIdx.x) % Shape::lanes * 4; }
+  static __device__ __forceinline__ int lane_dim() {
+    return static_cast<int>(threadIdx.x) % Shape::lanes * 4;
+  }
 
   const AttentionProblem& problem_;
   const float* head_; // row 0 of page 0, this lane's dims
@@ -208,8 +211,7 @@ private:
 };
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' staging, then the cluster's mailbox.
-// plain: by row, contiguous, aligned to 16 bytes, no lengths, no modifiers.
-template <class Shape, bool plain>
+template <class Shape, Path path>
 __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionProblem& problem = args.problem;
@@ -219,8 +221,9 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
   const int warps = args.plan.warps;
   const int cluster_size = args.plan.cluster_size;
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
+  constexpr bool plain = path == Path::plain;
   const bool modified = !plain && args.modified;
-  Pieces<plain> pieces(args);
+  Pieces<path> pieces(args);
   const std::uint32_t first_key = (rank * warps + warp) * Shape::step_keys;
   const std::uint32_t stride = cluster_size * warps * Shape::step_keys;
   const WarpStates states{reinterpret_cast<float*>(shared), Shape::staging_bytes / 4, Shape::tile_heads,
@@ -234,11 +237,11 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
     const Heads heads = heads_of(args, piece.row_in_batch);
     std::uint32_t key = piece.keys.begin + first_key;
     SimtReader<Shape, plain> key_reader(problem, problem.key, problem.key_stride_page, problem.key_stride_head,
-                                 problem.key_stride_slot, args.key_step, args.key_copy_bytes == 16, piece,
-                                 heads.kv_head, key + lane / Shape::lanes);
+                                        problem.key_stride_slot, args.key_step, args.key_copy_bytes == 16, piece,
+                                        heads.kv_head, key + lane / Shape::lanes);
     SimtReader<Shape, plain> value_reader(problem, problem.value, problem.value_stride_page, problem.value_stride_head,
-                                   problem.value_stride_slot, args.value_step, args.value_copy_bytes == 16, piece,
-                                   heads.kv_head, key + lane / Shape::lanes);
+                                          problem.value_stride_slot, args.value_step, args.value_copy_bytes == 16,
+                                          piece, heads.kv_head, key + lane / Shape::lanes);
     SimtRows<Shape> keys, values;
     KeySlot slots[Shape::rows];
     unsigned missing = 0; // a bit per row of the step: needed a page that does not exist
@@ -253,16 +256,15 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
       for (int v = 0; v < Shape::vectors; ++v) {
         const int dim = (v * Shape::lanes + lane % Shape::lanes) * 4;
         const int limit = head < heads.count ? head_dim : 0;
-        queries[head][v] =
-            plain || args.query_copy_bytes == 16 ? load_vector(row + dim, dim, limit) : load_singly(row + dim, dim, limit);
+        queries[head][v] = plain || args.query_copy_bytes == 16 ? load_vector(row + dim, dim, limit)
+                                                                : load_singly(row + dim, dim, limit);
       }
     }
     value_reader.load(values, slots, readable);
     // This lane's query head: all of the key's lanes serve one head, or each head_lanes of them their own.
     const int own_head = min(lane % Shape::lanes / Shape::head_lanes, heads.count - 1);
     const std::int64_t own_query_head = heads.first_query_head + own_head;
-    const ScoreModifiers modifiers{problem.scale, problem.softcap,
-                                   alibi_slope(problem, piece.batch, own_query_head)};
+    const ScoreModifiers modifiers{problem.scale, problem.softcap, alibi_slope(problem, piece.batch, own_query_head)};
 #if __CUDA_ARCH__ >= 900
     if (cluster_size > 1) {
       open_mailbox(ClusterMailbox(mailbox, heads.count << Shape::head_shift, cluster_size, warps), cluster_size);

@@ -17,15 +17,6 @@ namespace single_query {
 
 constexpr float negative_infinity = -__builtin_inff();
 
-// exp(difference); the fast one on the device: 2 ulp, and exact at 0 and -inf.
-SINGLE_QUERY_HOST_DEVICE float exponential(float difference) {
-#if defined(__CUDA_ARCH__)
-  return __expf(difference);
-#else
-  return std::exp(difference);
-#endif
-}
-
 // 1 / sum; the fast one on the device: 1 ulp, and exact at powers of two.
 SINGLE_QUERY_HOST_DEVICE float reciprocal(float sum) {
 #if defined(__CUDA_ARCH__)
@@ -38,7 +29,7 @@ SINGLE_QUERY_HOST_DEVICE float reciprocal(float sum) {
 // exp(score - max_score), the weight of a score or the factor that takes a sum of exponentials from one reference to a
 // larger one. max_score may still be -inf: then so is score, with weight 0, or it is NaN, with weight NaN.
 SINGLE_QUERY_HOST_DEVICE float softmax_weight(float score, float max_score) {
-  return exponential(score - (max_score == negative_infinity ? 0.0f : max_score));
+  return expf(score - (max_score == negative_infinity ? 0.0f : max_score));
 }
 
 // Values are accumulated times a power of two, which is exact and taken out again at the end. Weights lie in (0, 1], so

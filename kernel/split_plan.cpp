@@ -30,8 +30,7 @@ SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uin
   plan.splits_per_row = units_of(keys, plan.unit_keys);
   const std::uint64_t most_units = static_cast<std::uint64_t>(rows) * plan.splits_per_row;
   plan.units = problem.lengths == nullptr ? most_units : 0;
-  const std::uint32_t resident =
-      static_cast<std::uint32_t>(device.multiprocessors * body.blocks_per_multiprocessor);
+  const std::uint32_t resident = static_cast<std::uint32_t>(device.multiprocessors * body.blocks_per_multiprocessor);
   plan.blocks = most_units < resident ? static_cast<std::uint32_t>(most_units) : walk_blocks(rows, resident);
   return plan;
 }
@@ -41,8 +40,8 @@ SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uin
 SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, const BodyTraits& body,
                           const DeviceTraits& device) {
   const std::int64_t capacity_keys = capacity(problem);
-  const std::uint32_t keys = static_cast<std::uint32_t>(
-      problem.window > 0 ? std::min(problem.window, capacity_keys) : capacity_keys);
+  const std::uint32_t keys =
+      static_cast<std::uint32_t>(problem.window > 0 ? std::min(problem.window, capacity_keys) : capacity_keys);
   const bool lengths_differ = problem.lengths != nullptr && problem.batch > 1;
   if (problem.split_size > 0 || lengths_differ || rows > device.multiprocessors) {
     return plan_walk(problem, rows, keys, body, device);
@@ -51,8 +50,8 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   // blocks on all of them.
   const std::uint32_t row_count = static_cast<std::uint32_t>(rows);
   const std::uint32_t half = power_of_two_at_most(static_cast<std::uint32_t>(device.multiprocessors)) / 2;
-  const bool large_blocks = body.most_warps > 4 && 2 * row_count <= half &&
-                            static_cast<std::uint64_t>(rows) * keys > 512ull * half;
+  const bool large_blocks =
+      body.most_warps > 4 && 2 * row_count <= half && static_cast<std::uint64_t>(rows) * keys > 512ull * half;
   const bool two_a_multiprocessor = row_count > half;
   SplitPlan plan{};
   plan.warps = large_blocks ? body.most_warps : 4;

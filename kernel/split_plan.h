@@ -52,7 +52,9 @@ SINGLE_QUERY_HOST_DEVICE int log2_floor(std::uint32_t x) {
 #endif
 }
 
-SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) { return 1u << log2_floor(x); }
+SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) {
+  return 1u << log2_floor(x);
+}
 
 // Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together about
 // one block a multiprocessor for short problems and one a pair of multiprocessors (which share a memory port) for long

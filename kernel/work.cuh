@@ -7,6 +7,14 @@
 
 namespace single_query {
 
+// What a compiled instance of a kernel body is for. A short problem takes about as long as its instructions take to
+// arrive, so the common cases get instances with little code.
+enum class Path {
+  plain,  // by row, a contiguous cache, 16-byte copies, no lengths, no modifiers
+  row,    // the same with lengths or a page table
+  general // everything
+};
+
 // Counters at the start of every workspace, zero between calls; partial states follow them.
 constexpr std::uint32_t workspace_counters = 4096;
 
@@ -20,13 +28,13 @@ struct RowUnits {
 struct KernelArguments {
   AttentionProblem problem;
   SplitPlan plan;
-  std::uint32_t least_block_keys; // of the body, for clusters_in_use
-  int group;                      // query heads per key/value head
-  int tile_heads;                 // query heads of a full tile
-  int tiles;                      // tiles per key/value head
-  std::uint32_t rows_per_batch;   // kv_heads * tiles
-  int head_shift;                 // log2 of the elements of a head, see merge_partials.cuh
-  RowUnits uniform;                 // of every row, where there are no lengths
+  std::uint32_t least_block_keys;    // of the body, for clusters_in_use
+  int group;                         // query heads per key/value head
+  int tile_heads;                    // query heads of a full tile
+  int tiles;                         // tiles per key/value head
+  std::uint32_t rows_per_batch;      // kv_heads * tiles
+  int head_shift;                    // log2 of the elements of a head, see merge_partials.cuh
+  RowUnits uniform;                  // of every row, where there are no lengths
   std::int64_t key_step, value_step; // elements from one step of a warp to its next, in a contiguous cache
   // Bytes that one copy instruction may move: 16 or 4, or (elements of 16 bits) 2, as the alignment allows.
   int query_copy_bytes, key_copy_bytes, value_copy_bytes;
@@ -77,18 +85,22 @@ __device__ __forceinline__ std::uint32_t row_keys(const AttentionProblem& proble
   return keys.end - keys.begin;
 }
 
-// A block's share of a walk: where it starts.
+// A block's share of a walk: where it starts. The first `larger` blocks get each + 1 units, the others `each`.
 struct WalkShare {
-  std::uint64_t total = 0;  // units of all rows
-  std::uint32_t blocks = 0; // that have work: no share is empty between two that are not
-  std::uint32_t units = 0;  // of this share
-  std::int64_t batch = 0;   // row and unit of the row where it starts
+  std::uint32_t each = 0, larger = 0;
+  std::uint32_t units = 0; // of this block
+  std::uint32_t batch = 0; // row, and unit of the row, where it starts
   std::uint32_t row_in_batch = 0;
   std::uint32_t first = 0;
 
-  __device__ std::uint64_t begin(std::uint32_t block) const { return total * block / blocks; }
+  __device__ std::uint64_t begin() const {
+    return static_cast<std::uint64_t>(blockIdx.x) * each + min(blockIdx.x, larger);
+  }
+  // No share is empty between two that are not.
   __device__ std::uint32_t block_of(std::uint64_t unit) const {
-    return static_cast<std::uint32_t>(((unit + 1) * blocks - 1) / total);
+    const std::uint64_t of_larger = static_cast<std::uint64_t>(larger) * (each + 1);
+    return unit < of_larger ? static_cast<std::uint32_t>(unit / (each + 1))
+                            : larger + static_cast<std::uint32_t>((unit - of_larger) / each);
   }
 };
 
@@ -106,29 +118,31 @@ __device__ __noinline__ WalkShare find_share(const KernelArguments& args) {
   constexpr unsigned all = 0xffffffffu;
   const unsigned lane = threadIdx.x % 32;
   const std::uint32_t rows_per_batch = args.rows_per_batch;
-  WalkShare share;
-  share.total = args.plan.units;
-  if (share.total == 0) {
+  std::uint64_t total = args.plan.units;
+  if (total == 0) {
 #pragma unroll 2
     for (std::int64_t batch = lane; batch < args.problem.batch; batch += 32) {
-      share.total += batch_units(args, batch);
+      total += batch_units(args, batch);
     }
 #pragma unroll 1
     for (int offset = 16; offset > 0; offset /= 2) {
-      share.total += __shfl_xor_sync(all, share.total, offset);
+      total += __shfl_xor_sync(all, total, offset);
     }
   }
-  share.blocks = share.total < args.plan.blocks ? static_cast<std::uint32_t>(share.total) : args.plan.blocks;
-  if (blockIdx.x >= share.blocks) {
+  WalkShare share;
+  share.each = static_cast<std::uint32_t>(total / args.plan.blocks);
+  share.larger = static_cast<std::uint32_t>(total - static_cast<std::uint64_t>(share.each) * args.plan.blocks);
+  share.units = share.each + (blockIdx.x < share.larger ? 1 : 0);
+  if (share.units == 0) {
     return share;
   }
-  const std::uint64_t begin = share.begin(blockIdx.x);
-  share.units = static_cast<std::uint32_t>(share.begin(blockIdx.x + 1) - begin);
+  const std::uint64_t begin = share.begin();
   std::uint64_t offset = begin; // of the share's start in its batch entry
   std::uint64_t row_units = args.plan.splits_per_row;
   if (args.plan.units != 0) {
-    share.batch = begin / (row_units * rows_per_batch); // rows are alike
-    offset = begin - share.batch * row_units * rows_per_batch;
+    const std::uint64_t units_per_batch = row_units * rows_per_batch; // rows are alike
+    share.batch = static_cast<std::uint32_t>(begin / units_per_batch);
+    offset = begin - share.batch * units_per_batch;
   } else {
 #pragma unroll 1
     for (std::int64_t base = 0;; base += 32) { // 32 batch entries at a time
@@ -143,7 +157,7 @@ __device__ __noinline__ WalkShare find_share(const KernelArguments& args) {
       if (reached != 0) {
         const int source = __ffs(reached) - 1;
         offset -= __shfl_sync(all, sum - own, source);
-        share.batch = base + source;
+        share.batch = static_cast<std::uint32_t>(base) + source;
         row_units = __shfl_sync(all, own, source) / rows_per_batch;
         break;
       }
@@ -194,15 +208,18 @@ __device__ __forceinline__ Cut cut_by_row(const KernelArguments& args, const Row
 }
 
 // The pieces of this block, in order: the one of by_row mode, or those of its share of a walk. A copy of the iterator
-// can run ahead of another. plain: by_row and without lengths, which leaves little code.
-template <bool plain>
+// can run ahead of another.
+template <Path path>
 class Pieces {
+  static constexpr bool plain = path == Path::plain;
+  static constexpr bool may_walk = path == Path::general;
+
 public:
   __device__ __forceinline__ explicit Pieces(const KernelArguments& args) : args_(args) {
-    if (!plain && args.plan.walk) {
+    if (may_walk && args.plan.walk) {
       share_ = find_share(args);
       left_ = share_.units;
-      batch_ = static_cast<std::uint32_t>(share_.batch);
+      batch_ = share_.batch;
       row_in_batch_ = share_.row_in_batch;
       first_ = share_.first;
       if (left_ != 0) {
@@ -234,7 +251,7 @@ public:
     piece.batch = batch_;
     piece.row_in_batch = row_in_batch_;
     piece.length = row_.length;
-    if (plain) {
+    if (!may_walk) {
       piece.keys = row_.keys;
       piece.whole = by_row_.clusters == 1;
       left_ = 0;
@@ -259,7 +276,7 @@ public:
 
   // The cut of the piece that next() has just given; only for pieces that are not whole.
   __device__ __forceinline__ Cut cut(const Piece& piece) const {
-    if (plain || !args_.plan.walk) {
+    if (!may_walk || !args_.plan.walk) {
       return cut_by_row(args_, by_row_);
     }
     const SplitPlan& plan = args_.plan;
@@ -268,7 +285,7 @@ public:
     const std::uint32_t units = units_of(keys.end - keys.begin, plan.unit_keys);
     const std::uint32_t first = (piece.keys.begin - keys.begin) / plan.unit_keys;
     const std::uint32_t taken = units_of(piece.keys.end - piece.keys.begin, plan.unit_keys);
-    const std::uint64_t row_begin = share_.begin(blockIdx.x) + (share_.units - left_) - taken - first;
+    const std::uint64_t row_begin = share_.begin() + (share_.units - left_) - taken - first;
     const std::uint32_t first_block = share_.block_of(row_begin);
     const std::uint32_t last_block = share_.block_of(row_begin + units - 1);
     cut.counter = first_block; // at most one row that is shared starts in a block
@@ -276,7 +293,8 @@ public:
     if (plan.pieces_are_units) {
       cut.index = first;
       cut.count = units;
-      cut.first_slot = cut.other_slot = (static_cast<std::uint64_t>(piece.batch) * args_.rows_per_batch + piece.row_in_batch) * plan.splits_per_row;
+      cut.first_slot = cut.other_slot =
+          (static_cast<std::uint64_t>(piece.batch) * args_.rows_per_batch + piece.row_in_batch) * plan.splits_per_row;
     } else {
       // A block has at most two such pieces: one that goes on with a row, one that starts a row.
       cut.index = blockIdx.x - first_block;

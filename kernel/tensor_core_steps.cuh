@@ -1,0 +1,215 @@
+// The steps of the tensor-core body: shapes, registers, and what a warp does with a step of 16 keys.
+//
+// Fragment coordinates of lane l: g = l / 4, c = l % 4. In scores, [0] [1] are key g, heads 2c, 2c + 1 and [2] [3] key
+// g + 8; in the output, [0] [1] are dim 16 m + g and [2] [3] dim 16 m + g + 8.
+#pragma once
+
+#include "cache_ring.cuh"
+#include "merge_partials.cuh"
+#include "tensor_core_instructions.cuh"
+
+namespace single_query {
+
+template <int padded_dim_, int head_blocks_>
+struct TensorCoreShape {
+  static constexpr int padded_dim = padded_dim_;   // head_dim rounded up: 64, 128 or 256
+  static constexpr int head_blocks = head_blocks_; // blocks of 8 query heads in a tile: 1 or 2
+  static constexpr int tile_heads = 8 * head_blocks;
+  static constexpr int dim_steps = padded_dim / 16;
+  using Ring = CacheRing<padded_dim>;
+  static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
+  static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
+  static_assert(staging_bytes <= Ring::warp_bytes, "a drained ring has to hold its warp's states");
+
+  static constexpr int shared_bytes(const SplitPlan& plan) {
+    const int area = plan.walk ? plan.warps * staging_bytes
+                     : plan.cluster_size > 1
+                         ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size, plan.warps)
+                         : 0;
+    return plan.warps * Ring::warp_bytes + area;
+  }
+};
+
+// The state of one warp: the softmax of the keys it has seen, for the heads of its tile.
+template <class Shape>
+struct TensorCoreState {
+  float max_score[Shape::head_blocks][2];
+  float sum_exp[Shape::head_blocks][2]; // of this lane's keys only
+  float output[Shape::head_blocks][Shape::dim_steps][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+      max_score[block][0] = max_score[block][1] = negative_infinity;
+      sum_exp[block][0] = sum_exp[block][1] = 0;
+#pragma unroll
+      for (int m = 0; m < Shape::dim_steps; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          output[block][m][i] = 0;
+        }
+      }
+    }
+  }
+};
+
+// Two consecutive query elements as they enter the matrix instruction; zeros past head_dim.
+__device__ __forceinline__ std::uint32_t query_pair(const Element* row, int dim, int head_dim) {
+  const std::uint32_t low = dim < head_dim ? __ldg(row + dim) : 0;
+  const std::uint32_t high = dim + 1 < head_dim ? __ldg(row + dim + 1) : 0;
+  return low | high << 16;
+}
+
+// queries[block][2 k], [2 k + 1]: the B fragments of dims 16 k .. 16 k + 15, heads 8 block .. 8 block + 7.
+template <class Shape>
+__device__ __forceinline__ void load_queries(const KernelArguments& args, const Piece& piece, const Heads& heads,
+                                             std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps]) {
+  const AttentionProblem& problem = args.problem;
+  const int lane = threadIdx.x % 32;
+  const int first_dim = lane % 4 * 2;
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+    const int head = block * 8 + lane / 4;
+    const int head_dim = head < heads.count ? static_cast<int>(problem.head_dim) : 0;
+    const Element* row = static_cast<const Element*>(problem.query) + piece.batch * problem.query_stride_batch +
+                         (heads.first_query_head + head) * problem.query_stride_head;
+    if (args.query_copy_bytes == 16) { // pairs are aligned and none straddles head_dim
+      const auto* pairs = reinterpret_cast<const std::uint32_t*>(row + first_dim);
+#pragma unroll
+      for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
+        queries[block][i] = i * 8 + first_dim < head_dim ? __ldg(pairs + i * 4) : 0u;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
+        queries[block][i] = query_pair(row, i * 8 + first_dim, head_dim);
+      }
+    }
+  }
+}
+
+// Where this lane's row addresses for load_matrices lie in a tile: chunk 2 j (+ 1) of its row, for the four j of a
+// panel of 64 dims; further panels follow at a fixed distance.
+struct MatrixRows {
+  int chunk[4];
+  __device__ __forceinline__ MatrixRows(int row, int odd) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      chunk[j] = row * 128 + (((2 * j + odd) ^ (row % 8)) * 16);
+    }
+  }
+  template <class Ring>
+  __device__ __forceinline__ const void* address(const unsigned char* tile, int pair) const {
+    return tile + chunk[pair % 4] + pair / 4 * Ring::panel_bytes;
+  }
+};
+
+template <class Shape, bool half>
+__device__ __forceinline__ void multiply_keys(const unsigned char* key_tile, const MatrixRows& rows,
+                                              const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
+                                              float (&scores)[Shape::head_blocks][4]) {
+  float chains[2][Shape::head_blocks][4] = {}; // two independent chains of additions
+#pragma unroll
+  for (int k = 0; k < Shape::dim_steps; ++k) {
+    std::uint32_t keys[4];
+    load_matrices<false>(keys, rows.template address<typename Shape::Ring>(key_tile, k));
+#pragma unroll
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+      multiply_add<half>(chains[k % 2][block], keys, queries[block][2 * k], queries[block][2 * k + 1]);
+    }
+  }
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[block][i] = chains[0][block][i] + chains[1][block][i];
+    }
+  }
+}
+
+template <class Shape, bool half>
+__device__ __forceinline__ void multiply_values(const unsigned char* value_tile, const MatrixRows& rows,
+                                                const std::uint32_t (&weights)[Shape::head_blocks][2],
+                                                TensorCoreState<Shape>& state) {
+#pragma unroll
+  for (int m = 0; m < Shape::dim_steps; ++m) {
+    std::uint32_t values[4];
+    load_matrices<true>(values, rows.template address<typename Shape::Ring>(value_tile, m));
+#pragma unroll
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+      multiply_add<half>(state.output[block][m], values, weights[block][0], weights[block][1]);
+    }
+  }
+}
+
+// Bring the state to the step's maximum and turn scores into weights.
+template <class Shape>
+__device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks][4], TensorCoreState<Shape>& state) {
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+    float largest[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      largest[h] = fmaxf(scores[block][h], scores[block][2 + h]);
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) {
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], offset));
+      }
+      largest[h] = fmaxf(state.max_score[block][h], largest[h]);
+    }
+    if (__any_sync(0xffffffffu, largest[0] > state.max_score[block][0] || largest[1] > state.max_score[block][1])) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = softmax_weight(state.max_score[block][h], largest[h]);
+        state.max_score[block][h] = largest[h];
+        state.sum_exp[block][h] *= factor;
+#pragma unroll
+        for (int m = 0; m < Shape::dim_steps; ++m) {
+          state.output[block][m][h] *= factor;
+          state.output[block][m][2 + h] *= factor;
+        }
+      }
+    }
+    float reference[2]; // as in softmax_weight()
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float max_score = state.max_score[block][h];
+      reference[h] = max_score == negative_infinity ? 0.0f : max_score;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[block][i] = __expf(scores[block][i] - reference[i % 2]); // to be rounded to 16 bits
+      state.sum_exp[block][i % 2] += scores[block][i];
+    }
+  }
+}
+
+// Leave this warp's state in shared memory, summed over the warp's lanes.
+template <class Shape>
+__device__ __forceinline__ void stage_state(const WarpStates& warps, const TensorCoreState<Shape>& state) {
+  const int lane = threadIdx.x % 32;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = block * 8 + lane % 4 * 2 + h;
+      float sum = state.sum_exp[block][h];
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      }
+      if (lane / 4 == 0) {
+        warps.state(warp, head) = make_float2(state.max_score[block][h], sum);
+      }
+      float* const values = warps.values(warp, head) + lane / 4;
+#pragma unroll
+      for (int m = 0; m < Shape::dim_steps; ++m) {
+        values[m * 16] = state.output[block][m][h];
+        values[m * 16 + 8] = state.output[block][m][2 + h];
+      }
+    }
+  }
+}
+
+} // namespace single_query

@@ -5,9 +5,9 @@
 #include <iostream>
 
 int main() {
-  const float query[] = {1, 2, 3, 4};        // [head_dim]
-  const float key[8] = {};                   // [keys, head_dim]
-  const float value[] = {0, 1, 2, 3,         // [keys, head_dim]
+  const float query[] = {1, 2, 3, 4}; // [head_dim]
+  const float key[8] = {};            // [keys, head_dim]
+  const float value[] = {0, 1, 2, 3,  // [keys, head_dim]
                          4, 5, 6, 7};
   float output[4] = {};
 

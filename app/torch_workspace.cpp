@@ -18,9 +18,11 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstdint>
 #include <future>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace single_query {
@@ -36,7 +38,8 @@ struct Owner {
 struct Entry {
   Owner owner;
   Workspace workspace;
-  c10::DataPtr memory; // empty where a graph owns it
+  c10::DataPtr memory;        // empty where a graph owns it
+  std::uint64_t last_use = 0; // number of the call
 };
 
 constexpr std::size_t most_entries = 64; // more streams than this in turn: the one unused for longest has to go
@@ -113,7 +116,7 @@ Entry make_entry(c10::cuda::CUDAStream stream, std::size_t bytes, const Owner& o
   const std::size_t allocated = std::bit_ceil(std::max(bytes, least_bytes));
   const bool captured = owner.capture != 0;
   c10::DataPtr memory = allocate_outside_pools(stream, captured, allocated);
-  Entry entry{owner, {memory.get(), allocated}, {}};
+  Entry entry{owner, {memory.get(), allocated}, {}, 0};
   if (captured) {
     give_to_graph(graph, std::move(memory));
   } else {
@@ -140,13 +143,14 @@ Workspace cuda_workspace(c10::cuda::CUDAStream stream, std::size_t bytes) {
     free_retired();
   }
 
-  // The most recently used entry is the last one.
   thread_local std::vector<Entry> entries;
-  const auto found =
-      std::find_if(entries.rbegin(), entries.rend(), [&](const Entry& entry) { return entry.owner == owner; });
-  if (found != entries.rend() && found->workspace.bytes >= bytes) {
-    std::rotate(found.base() - 1, found.base(), entries.end());
-    return entries.back().workspace;
+  thread_local std::uint64_t calls = 0;
+  ++calls;
+  for (Entry& entry : entries) {
+    if (entry.owner == owner && entry.workspace.bytes >= bytes) {
+      entry.last_use = calls;
+      return entry.workspace;
+    }
   }
   // A capture that this call does not belong to has ended, or starts anew with a workspace of its own. A workspace that
   // is too small goes back before the larger one is allocated.
@@ -154,9 +158,11 @@ Workspace cuda_workspace(c10::cuda::CUDAStream stream, std::size_t bytes) {
     return entry.owner == owner || (entry.owner.capture != 0 && entry.owner.capture != owner.capture);
   });
   if (entries.size() == most_entries) {
-    entries.erase(entries.begin());
+    const auto used_earlier = [](const Entry& a, const Entry& b) { return a.last_use < b.last_use; };
+    entries.erase(std::min_element(entries.begin(), entries.end(), used_earlier));
   }
   entries.push_back(make_entry(stream, bytes, owner, graph));
+  entries.back().last_use = calls;
   return entries.back().workspace;
 }
 

@@ -311,7 +311,12 @@ TEST_CASE("Odd but legal problems are not refused") {
       [](Fixture& f) { f.problem.split_size = largest; },
       [](Fixture& f) { f.problem.split_size = 1; },
       // Inputs may share memory, and be expanded.
-      [](Fixture& f) { f.problem.key = f.problem.value = f.query.data(), f.problem.page_size = 1; },
+      [](Fixture& f) {
+        f.problem.key = f.problem.value = f.query.data();
+        f.problem.page_size = f.problem.mask_stride_batch = 1;
+        f.problem.key_stride_page = f.problem.value_stride_page = kv_heads * head_dim;
+        f.problem.key_stride_head = f.problem.value_stride_head = head_dim;
+      },
       [](Fixture& f) { f.problem.key_stride_page = f.problem.key_stride_head = f.problem.key_stride_slot = 0; },
       [](Fixture& f) { f.problem.query_stride_batch = f.problem.query_stride_head = 0; },
       // No key: nothing to point to.

@@ -1,5 +1,7 @@
 #include "check_case.h"
 
+#include "reference_device.h"
+
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -35,7 +37,9 @@ Comparison checked(const AttentionData& data, Device device) {
   placement.poison_results(c.fill);
   call(placement.problem, device, {c.fill});
   const Result first = placement.results();
-  Comparison comparison = compare(first, reference(data.host_problem()), c.dtype, weights_on(device, c.dtype));
+  const Reference expected =
+      device == Device::cuda ? reference_on_device(placement.problem) : reference(data.host_problem());
+  Comparison comparison = compare(first, expected, c.dtype, weights_on(device, c.dtype));
   if (!comparison.passed()) {
     return comparison;
   }

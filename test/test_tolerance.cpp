@@ -1,7 +1,8 @@
 // The tests' own judges: they have to fail what is wrong.
 #include "each_device.h"
 
-#include "element.h"
+#include "random_case.h"
+#include "reference_device.h"
 
 namespace single_query::test {
 namespace {
@@ -113,6 +114,33 @@ TEST_CASE("A53: the reference is double, and a result of TF32 fails against it")
   CHECK(std::fabs(expected.output[0] - weight * fine) < 1e-15);
   CHECK(std::fabs(expected.lse[0] - std::log(1 + std::exp(4 * fine))) < 1e-14);
   CHECK_FALSE(passes(perfect(reference(coarse.host_problem()), DataType::float32), expected, DataType::float32));
+}
+
+TEST_CASE("The reference on the GPU is the reference on the host", "[gpu]") {
+  const auto close = [](double a, double b) {
+    return (std::isnan(a) && std::isnan(b)) || a == b || std::fabs(a - b) <= 1e-11 * (std::fabs(a) + std::fabs(b));
+  };
+  for (std::uint64_t seed = 5'000'001; seed <= 5'000'200; ++seed) {
+    const AttentionData data(random_case(seed, 100'000));
+    INFO(to_line(data.attention_case()));
+    const Placement placement(data, Device::cuda);
+    const Reference host = reference(data.host_problem());
+    const Reference device = reference_on_device(placement.problem);
+    CHECK(host.keys == device.keys);
+    CHECK(host.position == device.position);
+    CHECK(std::equal(host.lse.begin(), host.lse.end(), device.lse.begin(), close));
+    CHECK(std::equal(host.score_magnitude.begin(), host.score_magnitude.end(), device.score_magnitude.begin(), close));
+    CHECK(std::equal(host.value_total.begin(), host.value_total.end(), device.value_total.begin(), close));
+    for (std::size_t i = 0; i < host.output.size(); ++i) {
+      const bool same = close(host.value_magnitude[i], device.value_magnitude[i]) &&
+                        (close(host.output[i], device.output[i]) ||
+                         std::fabs(host.output[i] - device.output[i]) <= 1e-11 * host.value_magnitude[i]);
+      if (!same) {
+        FAIL_CHECK("element " << i << ": " << device.output[i] << ", not " << host.output[i]);
+        break;
+      }
+    }
+  }
 }
 
 TEST_CASE("Bits that differ are found where the answer is exact") {

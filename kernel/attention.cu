@@ -28,8 +28,10 @@ template <class Shape>
 Kernel tensor_core_kernel() {
   constexpr bool wide = Shape::padded_dim == 256;
   constexpr int most_warps = wide || Shape::head_blocks > 1 ? 4 : 8; // what fits into shared memory
+  // The large shapes have more to do than to fetch instructions, and take long to compile.
+  constexpr Path row = wide || Shape::head_blocks > 1 ? Path::general : Path::row;
   return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
-           reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::row>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, 4, wide ? 1 : 2, most_warps, 128},
           Shape::tile_heads,

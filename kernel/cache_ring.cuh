@@ -213,7 +213,7 @@ private:
     if (general && (copy_bytes < 16 || (!steady && paged))) {
       copy_tile_out_of_line<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
                                         own_row(stride_page, stride_slot), head_dim, copy_bytes);
-    } else if (may_page && paged) {
+    } else if (key_ < end_ && may_page && paged) {
       copy_tile_by_chunks<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
                                       own_row(stride_page, stride_slot), head_dim);
     } else if (key_ < end_) {

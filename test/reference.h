@@ -110,7 +110,8 @@ reference_score(const AttentionProblem& p, std::int64_t b, std::int64_t h, std::
   magnitude *= std::fabs(static_cast<double>(p.scale));
   if (p.softcap > 0) {
     score = p.softcap * tanh(score / p.softcap);
-    magnitude += std::fmin(static_cast<double>(p.softcap), magnitude);
+    const double cap = p.softcap;
+    magnitude = std::isinf(dot) ? cap : magnitude + std::fmin(cap, magnitude);
   }
   double added = mask;
   if (p.alibi_slopes != nullptr) {
@@ -131,13 +132,13 @@ struct ReferenceValue {
   Position position;
 };
 
-// weights[n], value_rows[n]: of keys begin .. end - 1. The weights are not normalised: the largest score's is 1.
+// weights, value_rows: of `count` keys. The weights are not normalised: the largest score's is 1.
 template <DataType Type>
-SINGLE_QUERY_TEST_HOST_DEVICE inline ReferenceValue
-reference_value(const AttentionProblem& p, std::int64_t d, std::int64_t begin, std::int64_t end, const double* weights,
-                const std::int64_t* value_rows) {
+SINGLE_QUERY_TEST_HOST_DEVICE inline ReferenceValue reference_value(const AttentionProblem& p, std::int64_t d,
+                                                                    std::int64_t count, const double* weights,
+                                                                    const std::int64_t* value_rows) {
   ReferenceValue value = {0, 0, 0, Position::exact};
-  for (std::int64_t n = begin; n < end; ++n) {
+  for (std::int64_t n = 0; n < count; ++n) {
     if (value_rows[n] == no_value) {
       continue;
     }
@@ -169,21 +170,20 @@ void reference_row(const AttentionProblem& p, std::int64_t b, std::int64_t h, Re
     return;
   }
 
-  const auto length = static_cast<std::size_t>(keys.length);
-  std::vector<double> weights(length);
-  std::vector<std::int64_t> value_rows(length, no_value);
-  std::vector<double> added(length);
+  const auto count = static_cast<std::size_t>(keys.length - keys.begin);
+  std::vector<double> weights(count); // of key begin + i, as are the next two
+  std::vector<std::int64_t> value_rows(count, no_value);
+  std::vector<double> added(count);
   const double sink = p.sinks != nullptr ? p.sinks[h * p.sinks_stride] : -INFINITY;
   double max_score = sink;
   double magnitude = 0;
-  for (std::int64_t n = keys.begin; n < keys.length; ++n) {
-    const ReferenceScore key = reference_score<Type>(p, b, h, n, keys.length);
-    const auto at = static_cast<std::size_t>(n);
-    weights[at] = key.score;
+  for (std::size_t i = 0; i < count; ++i) {
+    const ReferenceScore key = reference_score<Type>(p, b, h, keys.begin + static_cast<std::int64_t>(i), keys.length);
+    weights[i] = key.score;
     if (key.included) {
       ++result.keys[row];
-      value_rows[at] = key.value_row;
-      added[at] = key.added_magnitude;
+      value_rows[i] = key.value_row;
+      added[i] = key.added_magnitude;
       max_score = std::fmax(max_score, key.score);
       magnitude = std::isfinite(key.dot_magnitude) ? std::fmax(magnitude, key.dot_magnitude) : magnitude;
     }
@@ -192,27 +192,27 @@ void reference_row(const AttentionProblem& p, std::int64_t b, std::int64_t h, Re
   bool any = false;
   double largest_weight = 0;
   double sum = p.sinks != nullptr ? std::exp(sink - (sink == -INFINITY ? 0 : max_score)) : 0;
-  for (std::size_t n = static_cast<std::size_t>(keys.begin); n < length; ++n) {
-    if (value_rows[n] != no_value) {
-      any = any || weights[n] != -INFINITY;
-      weights[n] = std::exp(weights[n] - (max_score == -INFINITY ? 0 : max_score));
-      sum += weights[n];
-      largest_weight = std::fmax(largest_weight, weights[n]);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (value_rows[i] != no_value) {
+      any = any || weights[i] != -INFINITY;
+      weights[i] = std::exp(weights[i] - (max_score == -INFINITY ? 0 : max_score));
+      sum += weights[i];
+      largest_weight = std::fmax(largest_weight, weights[i]);
     }
   }
   result.lse[row] = sum == 0 ? -INFINITY : std::log(sum) + (max_score == -INFINITY ? 0 : max_score);
   for (std::size_t d = 0; any && d < head_dim; ++d) {
-    const ReferenceValue value = reference_value<Type>(p, static_cast<std::int64_t>(d), keys.begin, keys.length,
-                                                       weights.data(), value_rows.data());
+    const ReferenceValue value = reference_value<Type>(
+        p, static_cast<std::int64_t>(d), static_cast<std::int64_t>(count), weights.data(), value_rows.data());
     result.output[row * head_dim + d] = value.sum / sum;
     result.value_magnitude[row * head_dim + d] = value.magnitude / sum;
     result.value_total[row * head_dim + d] = value.total;
     result.position[row * head_dim + d] = value.position;
   }
   double added_that_matters = 0;
-  for (std::size_t n = static_cast<std::size_t>(keys.begin); n < length; ++n) {
-    if (value_rows[n] != no_value && weights[n] > least_weight_that_matters * largest_weight) {
-      added_that_matters = std::fmax(added_that_matters, added[n]);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (value_rows[i] != no_value && weights[i] > least_weight_that_matters * largest_weight) {
+      added_that_matters = std::fmax(added_that_matters, added[i]);
     }
   }
   result.score_magnitude[row] = magnitude + added_that_matters + (std::isfinite(sink) ? std::fabs(sink) : 0);

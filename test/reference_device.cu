@@ -97,13 +97,12 @@ __device__ void reference_row(const AttentionProblem& p, std::int64_t row, const
   double max_score = sink;
   double magnitude = 0;
   double count = 0;
-  const std::int64_t first = keys.begin + threadIdx.x;
-  const std::int64_t end = keys.missing_page ? 0 : keys.length;
-  for (std::int64_t n = first; n < end; n += block_threads) {
-    const ReferenceScore key = reference_score<Type>(p, b, h, n, keys.length);
-    weights[n] = key.score;
-    added[n] = key.added_magnitude;
-    value_rows[n] = key.included ? key.value_row : no_value;
+  const std::int64_t attended = keys.missing_page ? 0 : keys.length - keys.begin;
+  for (std::int64_t i = threadIdx.x; i < attended; i += block_threads) {
+    const ReferenceScore key = reference_score<Type>(p, b, h, keys.begin + i, keys.length);
+    weights[i] = key.score;
+    added[i] = key.added_magnitude;
+    value_rows[i] = key.included ? key.value_row : no_value;
     if (key.included) {
       ++count;
       max_score = fmax(max_score, key.score);
@@ -117,12 +116,12 @@ __device__ void reference_row(const AttentionProblem& p, std::int64_t row, const
   double any = 0;
   double largest_weight = 0;
   double sum = 0;
-  for (std::int64_t n = first; n < end; n += block_threads) {
-    if (value_rows[n] != no_value) {
-      any = weights[n] != -INFINITY ? 1 : any;
-      weights[n] = exp(weights[n] - (max_score == -INFINITY ? 0 : max_score));
-      sum += weights[n];
-      largest_weight = fmax(largest_weight, weights[n]);
+  for (std::int64_t i = threadIdx.x; i < attended; i += block_threads) {
+    if (value_rows[i] != no_value) {
+      any = weights[i] != -INFINITY ? 1 : any;
+      weights[i] = exp(weights[i] - (max_score == -INFINITY ? 0 : max_score));
+      sum += weights[i];
+      largest_weight = fmax(largest_weight, weights[i]);
     }
   }
   any = max_over_block(any);
@@ -130,15 +129,15 @@ __device__ void reference_row(const AttentionProblem& p, std::int64_t row, const
   sum = sum_over_block(sum) + (p.sinks != nullptr ? exp(sink - (sink == -INFINITY ? 0 : max_score)) : 0);
 
   double added_that_matters = 0;
-  for (std::int64_t n = first; n < end; n += block_threads) {
-    if (value_rows[n] != no_value && weights[n] > least_weight_that_matters * largest_weight) {
-      added_that_matters = fmax(added_that_matters, added[n]);
+  for (std::int64_t i = threadIdx.x; i < attended; i += block_threads) {
+    if (value_rows[i] != no_value && weights[i] > least_weight_that_matters * largest_weight) {
+      added_that_matters = fmax(added_that_matters, added[i]);
     }
   }
   added_that_matters = max_over_block(added_that_matters);
   for (std::int64_t d = threadIdx.x; d < p.head_dim; d += block_threads) {
     const std::int64_t at = row * p.head_dim + d;
-    const ReferenceValue value = any != 0 ? reference_value<Type>(p, d, keys.begin, end, weights, value_rows)
+    const ReferenceValue value = any != 0 ? reference_value<Type>(p, d, attended, weights, value_rows)
                                           : ReferenceValue{0, 0, 0, Position::exact};
     arrays.output[at] = keys.missing_page ? NAN : any != 0 ? value.sum / sum : 0;
     arrays.value_magnitude[at] = any != 0 ? value.magnitude / sum : 0;

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <fstream>
 #include <limits>
+#include <sstream>
 #include <stdexcept>
 
 namespace single_query::benchmark {
@@ -73,8 +74,9 @@ void Run::measure(const std::vector<Row>& rows) {
   std::size_t at = 0;
   for (const Row& row : rows) {
     ++at;
-    title_ = std::string("[") + std::to_string(at) + "/" + std::to_string(rows.size()) + "] " + row.problem.name() +
-             " " + mode_name(row.mode);
+    std::ostringstream title;
+    title << '[' << at << '/' << rows.size() << "] " << row.problem.name() << ' ' << mode_name(row.mode);
+    title_ = title.str();
     if (seconds_since_start() > seconds_) {
       std::fprintf(stderr, "%s: left out, %g seconds are over\n", title_.c_str(), seconds_);
       continue;

@@ -87,9 +87,16 @@ struct SoftmaxState {
     return sum_exp == 0 ? negative_infinity : max_score + logf(sum_exp);
   }
 
-  // Element i of the attention output; 0 without keys. `value_scale` is the one the values were accumulated with.
+  // Element i of the attention output; 0 without keys. `value_scale` is the one the values were accumulated with. The
+  // output is a mean of values: where it would overflow only because of rounding, it is the largest number.
   SINGLE_QUERY_HOST_DEVICE float output(int i, float value_scale) const {
-    return sum_exp == 0 ? 0.0f : values[i] * reciprocal(sum_exp) * (1.0f / value_scale);
+    if (sum_exp == 0) {
+      return 0;
+    }
+    const float scaled = values[i] * reciprocal(sum_exp);
+    const float mean = scaled * (1.0f / value_scale);
+    const float largest = 0x1.fffffep127f;
+    return fabsf(mean) > largest && fabsf(scaled) <= largest ? copysignf(largest, scaled) : mean;
   }
 };
 

@@ -1,8 +1,4 @@
 # What `cmake --install` installs: headers, libraries and a package for find_package(single_query CONFIG).
-include(GNUInstallDirs)
-include(CMakePackageConfigHelpers)
-
-set(single_query_package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/single_query)
 
 # single_query_install(<component>): the library single_query_<component>, as single_query::<component> in the package.
 function(single_query_install component)
@@ -15,6 +11,9 @@ function(single_query_install component)
 endfunction()
 
 if(SINGLE_QUERY_INSTALL)
+  include(GNUInstallDirs)
+  include(CMakePackageConfigHelpers)
+  set(single_query_package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/single_query)
   configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/single_queryConfig.cmake.in single_queryConfig.cmake
                                 INSTALL_DESTINATION ${single_query_package_folder})
   # Before 1.0 a minor version may change the interface.

@@ -130,17 +130,21 @@ Entry make_entry(c10::cuda::CUDAStream stream, std::size_t bytes, const Owner& o
 
 Workspace cuda_workspace(c10::cuda::CUDAStream stream, std::size_t bytes) {
   Owner owner{stream.device_index()};
-  C10_CUDA_CHECK(cudaStreamGetId(stream, &owner.stream));
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
   cudaGraph_t graph = nullptr;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph));
   TORCH_CHECK(status != cudaStreamCaptureStatusInvalidated,
               "the current stream's CUDA graph capture was invalidated by an earlier error");
+  // A capturing stream may not be asked for its id, but is not destroyed during the capture either.
   if (status == cudaStreamCaptureStatusActive) {
     owner.capture = capture;
-  } else if (retired().any.load(std::memory_order_relaxed)) {
-    free_retired();
+    owner.stream = reinterpret_cast<std::uintptr_t>(stream.stream());
+  } else {
+    C10_CUDA_CHECK(cudaStreamGetId(stream, &owner.stream));
+    if (retired().any.load(std::memory_order_relaxed)) {
+      free_retired();
+    }
   }
 
   thread_local std::vector<Entry> entries;

@@ -12,8 +12,10 @@
 namespace single_query {
 namespace {
 
-constexpr int rows_ahead = 16; // to prefetch
-constexpr int tile_sums = 8;   // vectors of sums that a tile keeps in registers
+// Of keys and values that no cache holds: how far ahead rows are asked for, and how many value rows are used up at once
+// by all heads. Where a cache holds them, both cost more than they save.
+constexpr int stream_rows = 16;
+constexpr int tile_sums = 8; // vectors of sums that a tile keeps in registers
 constexpr int padded_head_dim = static_cast<int>(max_head_dim);
 constexpr int block_size = static_cast<int>(block_keys);
 
@@ -193,21 +195,20 @@ inline void add_values(const RowVectors& vectors, const Block<Element>& block, i
   }
 }
 
-// Ask for rows begin .. begin + tile_sums - 1, those that the block has: the first rows of a page and rows with gaps
-// between them are beyond the processor's own foresight.
+// Ask for `rows` rows from `begin` on, those of them that the block of `count` rows has.
 template <typename Element>
-inline void prefetch(const RowVectors& vectors, const Element* const* rows, int begin, int count) {
+inline void prefetch(const RowVectors& vectors, const Element* const* block_rows, int begin, int rows, int count) {
   constexpr int line = 64 / static_cast<int>(sizeof(Element));
-  for (int k = begin; k < begin + tile_sums && k < count; ++k) {
+  for (int k = begin; k < begin + rows && k < count; ++k) {
     for (int d = 0; d < vectors.last_offset + lanes; d += line) {
-      __builtin_prefetch(rows[k] + d);
+      __builtin_prefetch(block_rows[k] + d);
     }
   }
 }
 
 template <typename Element>
 inline void attend_block(const RowVectors& vectors, Block<Element>& block, int first_head, int end_head,
-                         float value_scale, TaskState& state) {
+                         float value_scale, bool streams, TaskState& state) {
   const int count = block.count;
   if (count == 0) {
     return;
@@ -216,7 +217,9 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
     block.key_rows[k] = block.key_rows[count - 1];
   }
   for (int k = 0; k < count; k += tile_sums) {
-    prefetch(vectors, block.key_rows, k + rows_ahead, count);
+    if (streams) {
+      prefetch(vectors, block.key_rows, k + stream_rows, tile_sums, count);
+    }
     dot_rows<4>(vectors, block, k, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
@@ -225,9 +228,12 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
       store(state.block_values[h] + i * lanes, Vector{});
     }
   }
-  for (int k = 0; k < count; k += tile_sums) {
-    prefetch(vectors, block.value_rows, k + rows_ahead, count);
-    add_values<4>(vectors, block, k, k + tile_sums < count ? k + tile_sums : count, first_head, end_head, state);
+  const int rows = streams ? stream_rows : block_size;
+  for (int k = 0; k < count; k += rows) {
+    if (streams) {
+      prefetch(vectors, block.value_rows, k + stream_rows, stream_rows, count);
+    }
+    add_values<4>(vectors, block, k, k + rows < count ? k + rows : count, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
     for (int i = 0; i < vectors.count; ++i) {

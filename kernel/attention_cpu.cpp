@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::int64_t wanted_tasks = 128;           // enough for the threads of large machines
 constexpr std::int64_t least_split_bytes = 64 << 10; // of keys and values: fewer are not worth a merge
+constexpr std::int64_t stream_bytes = 1 << 20;       // of keys and values: more stream through the caches
 constexpr std::int64_t serial_bytes = 32 << 10;      // of keys and values: fewer are not worth a second thread
 constexpr std::int64_t workspace_alignment = 64;
 
@@ -171,8 +172,8 @@ private:
   }
 
   void attend(std::int64_t b, const RowSplits& row, std::int64_t index) const {
-    const std::int64_t head_task = index / row.splits;
-    const std::int64_t split = index % row.splits;
+    const std::int64_t head_task = heads_are_near_ ? index % plan_.head_tasks : index / row.splits;
+    const std::int64_t split = heads_are_near_ ? index / plan_.head_tasks : index % row.splits;
     const std::int64_t tiles = plan_.head_tasks / problem_.kv_heads;
     const std::int64_t first_in_group = head_task % tiles * plan_.task_heads;
     const std::int64_t first_key = row.keys.begin + split * row.split_keys;
@@ -184,7 +185,8 @@ private:
     task.row_length = row.length;
     task.keys.begin = static_cast<std::uint32_t>(first_key);
     task.keys.end = static_cast<std::uint32_t>(std::min<std::int64_t>(first_key + row.split_keys, row.keys.end));
-    task.partial = row.splits > 1 ? partials_ + (starts_[b].partials + index) * plan_.partial_floats : nullptr;
+    task.streams = bytes_ > stream_bytes;
+    task.partial = row.splits > 1 ? partial(b, head_task, split, row.splits) : nullptr;
     kernels_.attend(problem_, task);
   }
 
@@ -203,11 +205,15 @@ private:
       partials.batch = b;
       partials.query_head = query_head;
       partials.splits = splits;
-      partials.first = partials_ + (starts_[b].partials + head_task * splits) * plan_.partial_floats +
-                       in_group % plan_.task_heads * partial_floats(problem_.head_dim);
+      partials.first =
+          partial(b, head_task, 0, splits) + in_group % plan_.task_heads * partial_floats(problem_.head_dim);
       partials.stride = plan_.partial_floats;
       kernels_.merge_partials(problem_, partials);
     }
+  }
+
+  float* partial(std::int64_t b, std::int64_t head_task, std::int64_t split, std::int64_t splits) const {
+    return partials_ + (starts_[b].partials + head_task * splits + split) * plan_.partial_floats;
   }
 
   const AttentionProblem& problem_;
@@ -217,6 +223,9 @@ private:
   float* partials_;            // [most_partials, partial_floats]
   std::int64_t most_keys_ = 0; // of a split
   std::int64_t bytes_ = 0;     // of keys and values in all
+  // Where one key's rows of all heads lie side by side, tasks go through the heads before the next keys: a page of
+  // memory is looked up once for all of them.
+  bool heads_are_near_ = problem_.key_stride_head < problem_.key_stride_slot;
 };
 
 } // namespace

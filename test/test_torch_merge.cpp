@@ -29,6 +29,8 @@ TEST_ON_EACH_DEVICE("Merging the parts of a cache gives attention over all of it
   same(merge(parts.flatten(1, 2), parts_lse.flatten(1, 2)), {8});
   same(merge(parts.view({4, 1, 2, 2, 1, 2, 24}), parts_lse.view({4, 1, 2, 2, 1, 2})), {1, 2, 2, 1, 2});
   same(merge(laid_out(parts, {2, 1, 0, 3}, 1, 1), laid_out(parts_lse, {1, 2, 0}, 1, 1)), {2, 4});
+  same(merge(parts, laid_out(parts_lse, {2, 1, 0}, 0, 0)), {2, 4}); // axes that collapse in one of the two only
+  same(merge(laid_out(parts, {2, 1, 0, 3}, 0, 0), parts_lse), {2, 4});
   const auto [single, single_lse] = merge(parts.select(1, 1).select(1, 2), parts_lse.select(1, 1).select(1, 2));
   CHECK(single_lse.dim() == 0);
   CHECK(same_bits(single, output[1][2]));

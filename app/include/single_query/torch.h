@@ -6,9 +6,10 @@
 // for CUDA, CPU and Meta (fake) tensors. <single_query/attention.h> states the mathematics in the comment of
 // AttentionProblem, and what holds whatever the input: which keys take part, NaN, infinity, rows without a key.
 //
-// On CUDA the work goes to the current stream of the query's device, current or not; nothing is synchronised, and every
-// call may be captured in a CUDA graph, which may be replayed after the contents of any input changed. Results are the
-// same bits from run to run. Any number of host threads may call at once.
+// On CUDA the work goes to the current stream of the query's device, current or not, and nothing is synchronised.
+// Every call may be captured in a CUDA graph, which may be replayed after the contents of any input changed; the graph
+// owns its scratch memory, while the tensors it was captured with have to live as long as it is replayed. Results are
+// the same bits from run to run. Any number of host threads may call at once.
 //
 // Inference only. Every argument is checked before anything is launched or written: a bad one throws c10::Error
 // (RuntimeError in Python) with a message that names it, its value and what is allowed. Nothing is copied, converted or

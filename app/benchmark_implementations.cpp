@@ -58,20 +58,24 @@ Implementation through_pointers(const Problem& problem, const Inputs& inputs) {
   AttentionProblem raw = contiguous_problem(DataType::float32, problem.batch, problem.query_heads, problem.kv_heads,
                                             problem.keys, problem.head_dim);
   const at::Tensor output = at::empty_like(inputs.query);
-  const at::Tensor key = inputs.key.front().contiguous(); // as contiguous_problem() wants it
-  const at::Tensor value = inputs.value.front().contiguous();
   raw.query = inputs.query.const_data_ptr();
-  raw.key = key.const_data_ptr();
-  raw.value = value.const_data_ptr();
   raw.output = output.mutable_data_ptr();
-  const std::size_t workspace_bytes = attention_workspace_bytes(raw);
-  const at::Tensor workspace =
-      at::zeros({static_cast<std::int64_t>(workspace_bytes)}, output.options().dtype(at::kByte));
-  void* const workspace_pointer = workspace.mutable_data_ptr();
+  std::vector<at::Tensor> keep;
+  std::vector<AttentionProblem> problems; // one a cache
+  for (std::size_t cache = 0; cache < inputs.key.size(); ++cache) {
+    keep.push_back(inputs.key[cache].contiguous()); // as contiguous_problem() wants it
+    raw.key = keep.back().const_data_ptr();
+    keep.push_back(inputs.value[cache].contiguous());
+    raw.value = keep.back().const_data_ptr();
+    problems.push_back(raw);
+  }
+  const std::size_t workspace_bytes = attention_workspace_bytes(problems.front());
+  keep.push_back(at::zeros({static_cast<std::int64_t>(workspace_bytes)}, output.options().dtype(at::kByte)));
+  void* const workspace = keep.back().mutable_data_ptr();
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   return {"single_query_raw",
-          [=, keep = std::vector<at::Tensor>{key, value, workspace}](std::int64_t) {
-            single_query::attention(raw, workspace_pointer, workspace_bytes, stream);
+          [=](std::int64_t cache) {
+            single_query::attention(problems[static_cast<std::size_t>(cache)], workspace, workspace_bytes, stream);
             return output;
           },
           Backend::automatic, true};

@@ -123,8 +123,14 @@ inline void finish_row(float max_score, float sum_exp, float* values, int head_d
     one.merge_sink(*sink);
   }
   const float factor = one.output(0, value_scale_of<Scalar>());
+  // As SoftmaxState::output() has it, a mean of finite values does not overflow by rounding.
+  const Vector largest = Vector{} + std::numeric_limits<float>::max();
   for (int d = 0; d < head_dim; d += lanes) {
-    store(values + d, sum_exp == 0 ? Vector{} : load(values + d) * factor);
+    const Vector value = load(values + d);
+    Vector mean = value * factor;
+    mean = (mean > largest) & (value <= largest) ? largest : mean;
+    mean = (mean < -largest) & (value >= -largest) ? -largest : mean;
+    store(values + d, sum_exp == 0 ? Vector{} : mean);
   }
   narrow(values, head_dim, output);
   if (lse != nullptr) {

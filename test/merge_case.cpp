@@ -17,6 +17,9 @@ MergeData::MergeData(const MergeCase& merge_case) : case_(merge_case) {
   layout_.head_dim = c.head_dim;
   const auto make = [&](Tensor tensor, const Layout& layout, std::map<char, std::int64_t> sizes, std::int64_t row,
                         int element_bytes) {
+    if (layout.order.empty()) {
+      return std::map<char, std::int64_t>();
+    }
     const Plan result = plan(layout, sizes, row, false);
     buffers_[tensor] = GuardedBuffer(result.elements, element_bytes, true, Fill::nan, c.dtype == DataType::bfloat16);
     offsets_[tensor] = layout.offset;
@@ -137,7 +140,8 @@ Result MergeData::run(Device device, const ParallelFor& parallel_for) const {
   problem.outputs = first[outputs];
   problem.lse = reinterpret_cast<const float*>(first[lse_in]);
   problem.output = first[output_out];
-  problem.output_lse = reinterpret_cast<float*>(first[lse_out]);
+  const bool lse_wanted = !case_.output_lse.order.empty();
+  problem.output_lse = lse_wanted ? reinterpret_cast<float*>(first[lse_out]) : nullptr;
   if (device == Device::cpu) {
     merge_on_host(problem, parallel_for);
   } else {
@@ -152,12 +156,13 @@ Result MergeData::run(Device device, const ParallelFor& parallel_for) const {
   result.head_dim = case_.head_dim;
   const auto row_bytes = static_cast<std::size_t>(case_.head_dim * format_of(case_.dtype).bytes);
   result.output.resize(static_cast<std::size_t>(result.rows) * row_bytes);
-  result.lse.resize(static_cast<std::size_t>(result.rows));
+  result.lse.resize(lse_wanted ? static_cast<std::size_t>(result.rows) : 0);
   for (std::size_t i = 0; i < tensors; ++i) {
     GuardedBuffer allowed = buffers_[i];
     std::vector<std::byte> now(allowed.bytes().size());
     memory[i].download(now.data(), now.size());
-    for (std::int64_t row = 0; i >= output_out && row < result.rows; ++row) {
+    const bool written = i == output_out || (i == lse_out && lse_wanted);
+    for (std::int64_t row = 0; written && row < result.rows; ++row) {
       const auto at = static_cast<std::size_t>(element(static_cast<Tensor>(i), 0, row) * allowed.element_bytes());
       const std::size_t bytes = i == output_out ? row_bytes : sizeof(float);
       std::byte* to = i == output_out ? result.output.data() + static_cast<std::size_t>(row) * row_bytes

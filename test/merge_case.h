@@ -18,7 +18,7 @@ struct MergeCase {
   Layout outputs = {"pbh"}; // p: part
   Layout lse = {"pbh"};
   Layout output = {"bh"};
-  Layout output_lse = {"bh"};
+  Layout output_lse = {"bh"}; // empty: not wanted
   double lse_spread = 3;
   std::uint64_t seed = 1;
 };

@@ -59,6 +59,15 @@ TEST_ON_EACH_DEVICE("Merging takes any strides") {
   }
 }
 
+TEST_ON_EACH_DEVICE("Merging without a log-sum-exp gives the same output bits") {
+  for (const DataType dtype : dtypes) {
+    MergeCase c = sized(dtype, 5, 2, 3, 70);
+    const Result expected = MergeData(c).run(device);
+    c.output_lse = {};
+    CHECK(MergeData(c).run(device).output == expected.output);
+  }
+}
+
 TEST_ON_EACH_DEVICE("Merging many rows agrees with double") {
   expect_merged(MergeData(sized(DataType::float32, 2, 70000, 1, 2)), device);
   expect_merged(MergeData(sized(DataType::float16, 3, 1, 66000, 1)), device);

@@ -256,6 +256,21 @@ TEST_ON_EACH_DEVICE("Sizes of zero give empty results, and no keys give zero and
   }
 }
 
+TEST_ON_EACH_DEVICE("With a split_size a row has the same bits in any batch, and it is the size that is used") {
+  TensorCase c;
+  c.batch = 3;
+  c.keys = 20000;
+  const auto [query, key, value] = random_tensors(c, torch_device(device));
+  AttentionOptions options;
+  options.split_size = 512;
+  const at::Tensor together = attention(query, key, value, options);
+  for (std::int64_t row = 0; row < c.batch; ++row) {
+    CHECK(same_bits(attention(query[row], key[row], value[row], options), together[row]));
+  }
+  options.split_size = c.keys; // one split rounds otherwise than many
+  CHECK_FALSE(same_bits(attention(query, key, value, options), together));
+}
+
 TEST_ON_EACH_DEVICE("Grad mode is as it was, and inputs that require grad are welcome while it is off") {
   auto [query, key, value] = random_tensors({}, torch_device(device));
   const at::Tensor expected = attention(query, key, value);

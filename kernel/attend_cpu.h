@@ -195,13 +195,14 @@ inline void add_values(const RowVectors& vectors, const Block<Element>& block, i
   }
 }
 
-// Ask for `rows` rows from `begin` on, those of them that the block of `count` rows has.
+// Ask for rows `position` .. `position + rows - 1` of a block's key rows and then its value rows, those that there are.
 template <typename Element>
-inline void prefetch(const RowVectors& vectors, const Element* const* block_rows, int begin, int rows, int count) {
+inline void prefetch(const RowVectors& vectors, const Block<Element>& block, int position, int rows) {
   constexpr int line = 64 / static_cast<int>(sizeof(Element));
-  for (int k = begin; k < begin + rows && k < count; ++k) {
+  for (int k = position; k < position + rows && k < 2 * block.count; ++k) {
+    const Element* row = k < block.count ? block.key_rows[k] : block.value_rows[k - block.count];
     for (int d = 0; d < vectors.last_offset + lanes; d += line) {
-      __builtin_prefetch(block_rows[k] + d);
+      __builtin_prefetch(row + d);
     }
   }
 }
@@ -218,7 +219,7 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
   }
   for (int k = 0; k < count; k += tile_sums) {
     if (streams) {
-      prefetch(vectors, block.key_rows, k + stream_rows, tile_sums, count);
+      prefetch(vectors, block, k + stream_rows, tile_sums);
     }
     dot_rows<4>(vectors, block, k, first_head, end_head, state);
   }
@@ -231,7 +232,7 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
   const int rows = streams ? stream_rows : block_size;
   for (int k = 0; k < count; k += rows) {
     if (streams) {
-      prefetch(vectors, block.value_rows, k + stream_rows, stream_rows, count);
+      prefetch(vectors, block, count + k + stream_rows, stream_rows);
     }
     add_values<4>(vectors, block, k, k + rows < count ? k + rows : count, first_head, end_head, state);
   }

@@ -15,15 +15,9 @@ std::int64_t reach(const Axis& axis) {
   return (axis.size - 1) * axis.stride_bytes;
 }
 
-std::int64_t known_extent(const MemoryRegion& region) {
+// Of a region whose sums are known to fit.
+std::int64_t extent_of(const MemoryRegion& region) {
   return reach(region.axes[0]) + reach(region.axes[1]) + reach(region.axes[2]) + region.run_bytes;
-}
-
-bool ranges_overlap(const MemoryRegion& a, const MemoryRegion& b) {
-  const auto end = [](const MemoryRegion& region) {
-    return region.start + static_cast<std::uintptr_t>(known_extent(region));
-  };
-  return a.start < end(b) && b.start < end(a);
 }
 
 // Axes by ascending stride; those of one index last, with stride 0.
@@ -101,17 +95,19 @@ bool search_common_byte(const MemoryRegion& a, const MemoryRegion& b, int& steps
   longest_axis(second).size -= half;
   second.start += static_cast<std::uintptr_t>(half * axis.stride_bytes);
   axis.size = half;
+  first.extent = extent_of(first);
+  second.extent = extent_of(second);
   return search_common_byte(first, other, steps) || search_common_byte(second, other, steps);
 }
 
 } // namespace
 
-bool extent_of(const MemoryRegion& region, std::int64_t& extent) {
-  extent = 0;
+bool measure(MemoryRegion& region) {
+  region.extent = 0;
   if (is_empty(region)) {
     return true;
   }
-  extent = region.run_bytes;
+  std::int64_t extent = region.run_bytes;
   for (const Axis& axis : region.axes) {
     std::int64_t bytes = 0;
     if (__builtin_mul_overflow(axis.size - 1, axis.stride_bytes, &bytes) ||
@@ -119,12 +115,13 @@ bool extent_of(const MemoryRegion& region, std::int64_t& extent) {
       return false;
     }
   }
+  region.extent = extent;
   std::uintptr_t end = 0;
   return !__builtin_add_overflow(region.start, static_cast<std::uintptr_t>(extent), &end);
 }
 
-bool regions_overlap(const MemoryRegion& a, const MemoryRegion& b) {
-  if (is_empty(a) || is_empty(b) || !ranges_overlap(a, b)) {
+bool regions_with_common_range_overlap(const MemoryRegion& a, const MemoryRegion& b) {
+  if (is_empty(a) || is_empty(b)) {
     return false;
   }
   const MemoryRegion sparse_a = without_dense_axes(a);
@@ -136,6 +133,12 @@ bool regions_overlap(const MemoryRegion& a, const MemoryRegion& b) {
 bool overlaps_itself(const MemoryRegion& region) {
   if (is_empty(region)) {
     return false;
+  }
+  const Axis& first = region.axes[0];
+  const Axis& second = region.axes[1];
+  if (region.axes[2].size == 1 && (second.size == 1 || second.stride_bytes >= region.run_bytes) &&
+      (first.size == 1 || first.stride_bytes >= reach(second) + region.run_bytes)) {
+    return false; // dense rows in dense rows, as most are
   }
   MemoryRegion sorted = region;
   sort_axes(sorted);

@@ -108,8 +108,7 @@ MemoryRegion checked_region(const char* function, const char* name, const void* 
   if (region.start % static_cast<std::uintptr_t>(bytes) != 0) {
     refuse(function, name, data, "it must be aligned to its elements of ", bytes, " bytes");
   }
-  std::int64_t extent = 0;
-  if (!extent_of(region, extent)) {
+  if (!measure(region)) {
     refuse(function, name, data, "its sizes times strides do not fit into 64 bits");
   }
   return region;
@@ -303,7 +302,7 @@ void validate_workspace(const AttentionProblem& problem, const void* workspace, 
   MemoryRegion region;
   region.name = "workspace";
   region.start = reinterpret_cast<std::uintptr_t>(workspace);
-  region.run_bytes = static_cast<std::int64_t>(needed);
+  region.run_bytes = region.extent = static_cast<std::int64_t>(needed);
   const AttentionRegions regions = checked_regions(problem);
   require_outputs_alone("attention", region, absent_region(), regions.inputs);
   require_disjoint("attention", region, regions.output);

@@ -7,6 +7,8 @@
 
 #include "overlap.h"
 
+#include <algorithm>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -23,6 +25,7 @@ MemoryRegion region(std::uintptr_t start, std::int64_t run_bytes, MemoryRegion::
   result.axes[0] = a;
   result.axes[1] = b;
   result.axes[2] = c;
+  CHECK(measure(result));
   return result;
 }
 
@@ -50,6 +53,7 @@ MemoryRegion random_region(std::mt19937& random, int axes) {
   for (int i = 0; i < axes; ++i) {
     result.axes[i] = {within(1, 6), within(0, 30)};
   }
+  REQUIRE(measure(result));
   return result;
 }
 
@@ -122,18 +126,21 @@ TEST_CASE("An output that is expanded or whose rows run into each other overlaps
 }
 
 TEST_CASE("The extent is exact where it fits into 64 bits and refused where it does not") {
-  std::int64_t extent = 0;
-  CHECK(extent_of(region(base, 4, {3, 100}, {5, 7}), extent));
-  CHECK(extent == 2 * 100 + 4 * 7 + 4);
-  CHECK(extent_of(region(base, 4, {0, 100}), extent));
-  CHECK(extent == 0);
+  CHECK(region(base, 4, {3, 100}, {5, 7}).extent == 2 * 100 + 4 * 7 + 4);
+  CHECK(region(base, 4, {0, 100}).extent == 0);
   constexpr std::int64_t largest = std::numeric_limits<std::int64_t>::max();
-  CHECK(extent_of(region(base, 4, {1, largest}), extent));
-  CHECK(extent_of(region(base, 4, {2, largest - 4}), extent));
-  CHECK_FALSE(extent_of(region(base, 4, {2, largest - 3}), extent));
-  CHECK_FALSE(extent_of(region(base, 4, {3, largest / 2}), extent));
-  CHECK_FALSE(extent_of(region(base, 4, {largest, largest}), extent));
-  CHECK_FALSE(extent_of(region(~std::uintptr_t{0} - 2, 4), extent));
+  CHECK(region(base, 4, {1, largest}).extent == 4);
+  CHECK(region(base, 4, {2, largest - 4}).extent == largest);
+  const std::vector<std::vector<MemoryRegion::Axis>> too_large = {
+      {{2, largest - 3}}, {{3, largest / 2}}, {{largest, largest}}, {{2, largest / 2}, {2, largest / 2}}};
+  for (const std::vector<MemoryRegion::Axis>& axes : too_large) {
+    MemoryRegion impossible = region(base, 4);
+    std::copy(axes.begin(), axes.end(), impossible.axes);
+    CHECK_FALSE(measure(impossible));
+  }
+  MemoryRegion past_the_end = region(base, 4);
+  past_the_end.start = ~std::uintptr_t{0} - 2;
+  CHECK_FALSE(measure(past_the_end));
 }
 
 } // namespace single_query

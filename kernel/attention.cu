@@ -1,6 +1,7 @@
 // Validate, plan, dispatch, launch. The only list of data types and head dims is in select_kernel.
 #include "device.h"
 #include "simt_attention.cuh"
+#include "simt_single_step.cuh"
 #include "tensor_core_attention.cuh"
 #include "validate.h"
 
@@ -33,7 +34,7 @@ Kernel tensor_core_kernel() {
   return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
-          {step_keys, 4, wide ? 1 : 2, most_warps, 128},
+          {step_keys, wide ? 4 : 8, 1, most_warps, 32, true},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -44,7 +45,7 @@ template <class Shape>
 Kernel simt_kernel() {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
   return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general},
-          {Shape::step_keys, 8, 2, 8, 4 * Shape::step_keys},
+          {Shape::step_keys, 8, 2, 8, Shape::step_keys, false},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -52,8 +53,12 @@ Kernel simt_kernel() {
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others.
-Kernel select_kernel(const AttentionProblem& problem, int group) {
-  const std::int64_t head_dim = problem.head_dim;
+Kernel select_kernel(const KernelArguments& args) {
+  const AttentionProblem& problem = args.problem;
+  const int group = args.group;
+  // Rows that are aligned to single elements only are copied from an element before their begin, see copy_rows_by().
+  const bool in_pairs = problem.dtype != DataType::float32 && std::min(args.key_copy_bytes, args.value_copy_bytes) == 2;
+  const std::int64_t head_dim = problem.head_dim + (in_pairs ? 1 : 0);
   if (problem.dtype == DataType::float32) {
     if (head_dim <= 32 && group == 1) {
       return simt_kernel<SimtShape<8, 1, 1>>();
@@ -75,16 +80,69 @@ Kernel select_kernel(const AttentionProblem& problem, int group) {
   return tensor_core_kernel<TensorCoreShape<256, 1>>();
 }
 
-// The widest copy, 16 or 4 bytes or one element, that every row of a tensor allows.
+struct SingleStepKernel {
+  const void* function; // null: not for this problem
+  int warps;
+  int cluster_size;
+};
+
+template <class Shape>
+SingleStepKernel single_step_kernel() {
+  return {reinterpret_cast<const void*>(&simt_single_step<Shape>), Shape::warps, Shape::cluster_size};
+}
+
+template <typename Scalar, int vectors>
+SingleStepKernel select_single_step(std::uint32_t keys, std::int64_t rows, const DeviceTraits& device) {
+  using Block = SingleStepShape<Scalar, vectors, 8, 2, 1>;
+  using SmallCluster = SingleStepShape<Scalar, vectors, 4, 2, 8>;
+  using LargeCluster = SingleStepShape<Scalar, vectors, 8, 4, 8>;
+  if (keys <= Block::most_keys) {
+    return single_step_kernel<Block>();
+  }
+  if (!device.has_clusters || rows * SmallCluster::cluster_size > device.multiprocessors ||
+      keys > LargeCluster::most_keys) {
+    return {};
+  }
+  return keys <= SmallCluster::most_keys ? single_step_kernel<SmallCluster>() : single_step_kernel<LargeCluster>();
+}
+
+template <typename Scalar>
+SingleStepKernel select_single_step(std::int64_t head_dim, std::uint32_t keys, std::int64_t rows,
+                                    const DeviceTraits& device) {
+  return head_dim <= 32    ? select_single_step<Scalar, 1>(keys, rows, device)
+         : head_dim <= 64  ? select_single_step<Scalar, 2>(keys, rows, device)
+         : head_dim <= 128 ? select_single_step<Scalar, 4>(keys, rows, device)
+                           : SingleStepKernel{};
+}
+
+// For problems that select_kernel's would serve with their plain path.
+SingleStepKernel select_single_step(const KernelArguments& args, std::int64_t rows, const DeviceTraits& device) {
+  const AttentionProblem& problem = args.problem;
+  const std::int64_t stride = std::max(problem.key_stride_slot, problem.value_stride_slot);
+  const std::uint32_t keys = args.uniform.keys.end - args.uniform.keys.begin;
+  constexpr std::int64_t most_stride = 1 << 18; // so that the offsets of rows, in bytes, fit into 32 bits
+  if (args.group != 1 || keys == 0 || stride > most_stride) {
+    return {};
+  }
+  switch (problem.dtype) {
+  case DataType::float16:
+    return select_single_step<__half>(problem.head_dim, keys, rows, device);
+  case DataType::bfloat16:
+    return select_single_step<__nv_bfloat16>(problem.head_dim, keys, rows, device);
+  default:
+    return select_single_step<float>(problem.head_dim, keys, rows, device);
+  }
+}
+
+// The widest copy, 16, 8 or 4 bytes or one element, that begins and ends with every row of a tensor.
 int copy_bytes(const AttentionProblem& problem, const void* data, std::initializer_list<std::int64_t> strides) {
   const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2;
-  std::uint64_t bits = reinterpret_cast<std::uint64_t>(data) | static_cast<std::uint64_t>(problem.head_dim * element);
-  std::uint64_t row_bits = reinterpret_cast<std::uint64_t>(data);
+  std::uint64_t bits =
+      16 | reinterpret_cast<std::uint64_t>(data) | static_cast<std::uint64_t>(problem.head_dim * element);
   for (const std::int64_t stride : strides) {
     bits |= static_cast<std::uint64_t>(stride * element);
-    row_bits |= static_cast<std::uint64_t>(stride * element);
   }
-  return bits % 16 == 0 ? 16 : row_bits % 4 == 0 ? 4 : 2;
+  return static_cast<int>(bits & (~bits + 1)); // the lowest bit
 }
 
 struct Plan {
@@ -92,6 +150,7 @@ struct Plan {
   Path path;
   KernelArguments arguments;
   std::uint64_t partial_elements; // of the workspace
+  SingleStepKernel single_step;   // instead of `kernel`
 };
 
 Plan make_plan(const AttentionProblem& problem, const Device& device) {
@@ -99,13 +158,19 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   KernelArguments& args = plan.arguments;
   args.problem = problem;
   args.group = static_cast<int>(problem.query_heads / problem.kv_heads);
+  args.query_copy_bytes = copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
+  args.key_copy_bytes =
+      copy_bytes(problem, problem.key, {problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot});
+  args.value_copy_bytes = copy_bytes(problem, problem.value,
+                                     {problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot});
+  args.output_vectors =
+      copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
-  plan.kernel = select_kernel(problem, args.group);
+  plan.kernel = select_kernel(args);
   args.tile_heads = std::min(plan.kernel.tile_heads, args.group);
   args.head_shift = plan.kernel.head_shift;
   args.tiles = (args.group + args.tile_heads - 1) / args.tile_heads;
   args.rows_per_batch = static_cast<std::uint32_t>(problem.kv_heads * args.tiles);
-  args.least_block_keys = plan.kernel.body.least_block_keys;
   const std::int64_t rows = problem.batch * problem.kv_heads * args.tiles;
   args.plan = make_split_plan(problem, rows, plan.kernel.body, device.traits);
   const std::uint32_t length = static_cast<std::uint32_t>(capacity(problem));
@@ -114,17 +179,16 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   const std::int64_t step = args.plan.cluster_size * args.plan.warps * plan.kernel.body.keys_per_warp;
   args.key_step = step * problem.key_stride_slot;
   args.value_step = step * problem.value_stride_slot;
-  args.query_copy_bytes = copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
-  args.key_copy_bytes =
-      copy_bytes(problem, problem.key, {problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot});
-  args.value_copy_bytes = copy_bytes(problem, problem.value,
-                                     {problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot});
-  args.output_vectors =
-      copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   const SplitPlan& split = args.plan;
   const bool little = !split.walk && !args.modified && args.query_copy_bytes == 16 && args.key_copy_bytes == 16 &&
                       args.value_copy_bytes == 16;
   plan.path = !little ? Path::general : problem.lengths == nullptr ? Path::plain : Path::row;
+  if (plan.path == Path::plain) {
+    plan.single_step = select_single_step(args, rows, device.traits);
+    if (plan.single_step.function != nullptr) {
+      return plan;
+    }
+  }
   const std::uint64_t slots =
       !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
       : split.pieces_are_units
@@ -132,6 +196,39 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
           : 2ull * split.blocks;
   plan.partial_elements = slots * args.tile_heads << args.head_shift;
   return plan;
+}
+
+void launch_single_step(const SingleStepKernel& kernel, const AttentionProblem& problem, KeyRange keys,
+                        cudaStream_t stream) {
+  SingleStepArguments args{};
+  const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2; // bytes
+  args.query = problem.query;
+  args.key = static_cast<const char*>(problem.key) + keys.begin * problem.key_stride_slot * element;
+  args.value = static_cast<const char*>(problem.value) + keys.begin * problem.value_stride_slot * element;
+  args.key_row_bytes = static_cast<std::uint32_t>(problem.key_stride_slot * element);
+  args.value_row_bytes = static_cast<std::uint32_t>(problem.value_stride_slot * element);
+  args.keys = keys.end - keys.begin;
+  args.head_dim = static_cast<std::uint32_t>(problem.head_dim);
+  args.scale = problem.scale;
+  args.output = problem.output;
+  args.query_stride_batch = problem.query_stride_batch;
+  args.query_stride_head = problem.query_stride_head;
+  args.key_stride_batch = problem.key_stride_page;
+  args.key_stride_head = problem.key_stride_head;
+  args.value_stride_batch = problem.value_stride_page;
+  args.value_stride_head = problem.value_stride_head;
+  args.output_stride_batch = problem.output_stride_batch;
+  args.output_stride_head = problem.output_stride_head;
+  args.lse = problem.lse;
+  args.lse_stride_batch = problem.lse_stride_batch;
+  args.lse_stride_head = problem.lse_stride_head;
+  args.sinks = problem.sinks;
+  args.sinks_stride = problem.sinks_stride;
+  launch({kernel.function,
+          dim3(static_cast<unsigned>(kernel.cluster_size), static_cast<unsigned>(problem.kv_heads),
+               static_cast<unsigned>(problem.batch)),
+          static_cast<unsigned>(kernel.warps * 32), 0, kernel.cluster_size, stream},
+         &args);
 }
 
 std::size_t workspace_bytes(const Plan& plan) {
@@ -196,6 +293,10 @@ void attention(const AttentionProblem& problem, void* workspace, std::size_t byt
   const Device device = current_device();
   Plan plan = make_plan(problem, device);
   validate_workspace(workspace, bytes, workspace_bytes(plan), 256);
+  if (plan.single_step.function != nullptr) {
+    launch_single_step(plan.single_step, problem, plan.arguments.uniform.keys, stream);
+    return;
+  }
   KernelArguments& args = plan.arguments;
   args.counters = static_cast<std::uint32_t*>(workspace);
   args.partial_values = reinterpret_cast<float4*>(args.counters + workspace_counters);

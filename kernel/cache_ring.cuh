@@ -1,104 +1,35 @@
 // The load path of the tensor-core body: each warp streams its own steps of 16 keys from the cache into a ring of
-// stages in shared memory, far enough ahead that reads never stop; nobody but the warp itself waits for them.
-//
-// A stage is a K tile and a V tile, [16 keys][padded_dim] of 16-bit elements, stored as padded_dim / 64 panels of 16
-// rows of 128 bytes. Within a row the 16-byte chunks are XORed with the row number, so that the eight rows of a matrix
-// lie in different banks without padding (rows must not straddle 128-byte lines: that costs 6 % of bandwidth).
-// Keys past the end of a piece and dims past head_dim are filled with zeros and not read.
+// stages in shared memory, far enough ahead that reads never stop; nobody but the warp itself waits for them. A stage
+// is a K tile and a V tile.
 #pragma once
 
+#include "cache_tile.cuh"
 #include "work.cuh"
 
 #include <cuda_pipeline_primitives.h>
 
 namespace single_query {
 
-using Element = std::uint16_t; // float16 or bfloat16: moving them is all the same
-
-constexpr int step_keys = 16; // keys of one warp step: the M side of the matrix instruction
+// Steps begin at multiples of 16 keys whatever their piece begins with, so that the 16 keys of a step lie in one page
+// whenever the page size is a multiple of 16: then, as in a contiguous cache, its rows are equally far apart.
+__device__ __forceinline__ std::uint32_t first_step(KeyRange piece) {
+  return piece.begin / step_keys * step_keys;
+}
 
 template <int padded_dim>
 struct CacheRing {
+  using Tile = CacheTile<padded_dim>;
   static constexpr int stages = padded_dim >= 128 ? 2 : 4;
-  static constexpr int tile_bytes = step_keys * padded_dim * 2;
-  static constexpr int warp_bytes = stages * 2 * tile_bytes;
+  static constexpr int warp_bytes = stages * 2 * Tile::bytes;
   static constexpr int in_flight = 2 * stages - 1; // copy groups that may be pending when the oldest tile is needed
 
-  // Where 16-byte chunk `chunk` of row `row` lies in a tile.
-  static constexpr int panel_bytes = step_keys * 128;
-  static __device__ __forceinline__ int chunk_offset(int row, int chunk) {
-    return chunk / 8 * panel_bytes + row * 128 + (((chunk % 8) ^ (row % 8)) * 16);
-  }
-  static __device__ __forceinline__ unsigned char* chunk_address(unsigned char* tile, int row, int chunk) {
-    return tile + chunk_offset(row, chunk);
-  }
-  static __device__ __forceinline__ unsigned char* key_tile(unsigned char* ring, int stage) {
-    return ring + stage * 2 * tile_bytes;
-  }
-  static __device__ __forceinline__ unsigned char* value_tile(unsigned char* ring, int stage) {
-    return key_tile(ring, stage) + tile_bytes;
-  }
+  static constexpr __device__ __forceinline__ int key_tile(int stage) { return stage * 2 * Tile::bytes; }
+  static constexpr __device__ __forceinline__ int value_tile(int stage) { return key_tile(stage) + Tile::bytes; }
 };
-
-// Copies `copy_bytes` (16 or 4) asynchronously, of which the first `valid` come from `source`, the rest are zeros.
-template <int copy_bytes>
-__device__ __forceinline__ void copy_async(void* destination, const void* source, int valid) {
-  const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(destination));
-  if constexpr (copy_bytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(valid) : "memory");
-  }
-}
-
-// One tile, any alignment. Lane l knows where row l % 16 begins, in elements from `head`; negative: nothing to read.
-template <int padded_dim>
-__device__ __forceinline__ void copy_tile_by_chunks(unsigned char* tile, const Element* head, std::int64_t own_row,
-                                                    int head_dim) {
-  constexpr int row_lanes = padded_dim / 8;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int chunk = lane % row_lanes;
-#pragma unroll
-  for (int i = 0; i < step_keys * row_lanes / 32; ++i) {
-    const int row = i * (32 / row_lanes) + lane / row_lanes;
-    const std::int64_t offset = __shfl_sync(0xffffffffu, own_row, row);
-    const bool valid = offset >= 0 && chunk * 8 < head_dim;
-    copy_async<16>(CacheRing<padded_dim>::chunk_address(tile, row, chunk), head + (valid ? offset + chunk * 8 : 0),
-                   valid ? 16 : 0);
-  }
-}
-
-// The same by pairs of elements where chunks are not aligned: asynchronously where pairs are (copy_bytes 4). Out of
-// line and with plain arguments, so that the fast path stays small and in registers.
-template <int padded_dim>
-__device__ __noinline__ void copy_tile_out_of_line(unsigned char* tile, const Element* head, std::int64_t own_row,
-                                                   int head_dim, int copy_bytes) {
-  if (copy_bytes == 16) {
-    copy_tile_by_chunks<padded_dim>(tile, head, own_row, head_dim);
-    return;
-  }
-#pragma unroll 2
-  for (int row = 0; row < step_keys; ++row) {
-    const std::int64_t offset = __shfl_sync(0xffffffffu, own_row, row);
-#pragma unroll
-    for (int i = 0; i < padded_dim / 64; ++i) {
-      const int pair = i * 32 + static_cast<int>(threadIdx.x % 32);
-      unsigned char* destination = CacheRing<padded_dim>::chunk_address(tile, row, pair / 4) + pair % 4 * 4;
-      const int valid = offset < 0 ? 0 : max(0, min(2, head_dim - 2 * pair));
-      if (copy_bytes == 4) {
-        copy_async<4>(destination, head + (valid > 0 ? offset + 2 * pair : 0), 2 * valid);
-      } else {
-        const Element* bits = head + offset + 2 * pair;
-        const std::uint32_t low = valid > 0 ? __ldg(bits) : 0;
-        const std::uint32_t high = valid > 1 ? __ldg(bits + 1) : 0;
-        *reinterpret_cast<std::uint32_t*>(destination) = low | high << 16;
-      }
-    }
-  }
-}
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
 // Sequence per step: copy_keys(stage), copy_values(stage), advance().
+//
 template <int padded_dim, Path path>
 class CacheReader {
   static constexpr bool may_page = path != Path::plain;
@@ -106,143 +37,226 @@ class CacheReader {
   using Ring = CacheRing<padded_dim>;
   static constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
   static constexpr int rows_at_once = 32 / row_lanes;
-  static constexpr int pattern = 8 / rows_at_once; // copies after which the XOR of rows and chunks repeats
 
 public:
-  // first_key: of this warp, relative to a piece's begin; stride: keys that all warps take in a step together.
+  // first_key: of this warp, relative to a piece's first step; stride: keys that all warps take in a step together.
   __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<path>& pieces,
                                          std::uint32_t first_key, std::uint32_t stride)
       : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), stride_(stride) {
-#pragma unroll
-    for (int i = 0; i < pattern; ++i) {
-      destination_[i] = Ring::chunk_offset(i * rows_at_once + lane() / row_lanes, lane() % row_lanes);
-    }
+    lane_address_ = shared_address(ring) + Ring::Tile::chunk_offset(lane() / row_lanes, lane() % row_lanes);
+    lane_bytes_ = lane() % row_lanes * 8 < args.problem.head_dim ? 16 : 0;
     next_piece();
   }
 
-  // steady: in the main loop, where paged copies are worth their code; else they go out of line.
-  template <bool steady>
   __device__ __forceinline__ void copy_keys(int stage) {
     const AttentionProblem& problem = args_.problem;
-    copy_tile<steady>(Ring::key_tile(ring_, stage), problem.key, problem.key_stride_head, problem.key_stride_page,
-                      problem.key_stride_slot, args_.key_copy_bytes, key_row_);
     if (may_page && problem.page_table != nullptr) {
-      const bool missing = key_ + lane() % step_keys < end_ && !page_exists(problem, slot_.page);
-      const unsigned bit = 1u << stage;
-      missing_ = __any_sync(0xffffffffu, missing) ? missing_ | bit : missing_ & ~bit;
+      find_page(stage);
+    } else {
+      spaced_ = true;
+      first_row_ = key_ < keys_.begin ? keys_.begin - key_ : 0;
+      rows_ = key_ < keys_.end ? min(keys_.end - key_, static_cast<std::uint32_t>(step_keys)) - first_row_ : 0;
     }
+    late_keys_ = copy_tile(Ring::key_tile(stage), stage, problem.key, problem.key_stride_head, problem.key_stride_page,
+                           problem.key_stride_slot, args_.key_copy_bytes, key_row_, late_keys_);
   }
 
-  template <bool steady>
   __device__ __forceinline__ void copy_values(int stage) {
     const AttentionProblem& problem = args_.problem;
-    copy_tile<steady>(Ring::value_tile(ring_, stage), problem.value, problem.value_stride_head,
-                      problem.value_stride_page, problem.value_stride_slot, args_.value_copy_bytes, value_row_);
+    late_values_ =
+        copy_tile(Ring::value_tile(stage), stage, problem.value, problem.value_stride_head, problem.value_stride_page,
+                  problem.value_stride_slot, args_.value_copy_bytes, value_row_, late_values_);
   }
 
   __device__ __forceinline__ void advance() {
     key_ += stride_;
-    if (key_ < end_) {
+    if (key_ >= keys_.end) {
+      next_piece();
+    } else if (may_page && args_.problem.page_table != nullptr) {
+      odd_step_ ^= 1;
+      if (odd_step_ == 0) {
+        slots_ = slots_ahead_;
+        slots_ahead_ = look_up(key_ + 2 * stride_);
+      }
+    } else {
       key_row_ += args_.key_step;
       value_row_ += args_.value_step;
-      look_up_page();
-    } else {
-      next_piece();
     }
   }
 
   // Whether the tiles in this stage needed a page that does not exist.
-  __device__ __forceinline__ bool misses_page(int stage) const {
-    return may_page && (missing_ >> stage & 1) != 0;
+  __device__ __forceinline__ bool misses_page(int stage) const { return may_page && (missing_ >> stage & 1) != 0; }
+
+  // Mends rows that were copied with an element before their begin, when their tile has arrived.
+  __device__ __forceinline__ void align_keys(int stage) const {
+    align_tile(Ring::key_tile(stage), args_.key_copy_bytes, late_keys_ >> 16 * stage);
+  }
+  __device__ __forceinline__ void align_values(int stage) const {
+    align_tile(Ring::value_tile(stage), args_.value_copy_bytes, late_values_ >> 16 * stage);
   }
 
 private:
-  static __device__ __forceinline__ int lane() {
-    return static_cast<int>(threadIdx.x % 32);
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+
+  // This lane's part of row 0 of its first chunk, in the page or batch entry `page`.
+  __device__ __forceinline__ const Element* lane_row(const void* cache, std::int64_t page, std::int64_t slot,
+                                                     std::int64_t stride_page, std::int64_t stride_head,
+                                                     std::int64_t stride_slot) const {
+    return static_cast<const Element*>(cache) + kv_head_ * stride_head + page * stride_page +
+           (slot + lane() / row_lanes) * stride_slot + lane() % row_lanes * 8;
+  }
+  __device__ __forceinline__ void point_at(std::int64_t page, std::int64_t slot) {
+    const AttentionProblem& problem = args_.problem;
+    key_row_ =
+        lane_row(problem.key, page, slot, problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot);
+    value_row_ = lane_row(problem.value, page, slot, problem.value_stride_page, problem.value_stride_head,
+                          problem.value_stride_slot);
   }
 
   __device__ __forceinline__ void next_piece() {
     Piece piece;
     do {
       if (!pieces_.next(piece)) {
-        key_ = end_ = 0; // nothing is in range any more
+        key_ = 0;
+        keys_ = {0, 0}; // nothing is in range any more
         return;
       }
-      key_ = piece.keys.begin + first_key_;
-      end_ = piece.keys.end;
-    } while (key_ >= end_);
-    const AttentionProblem& problem = args_.problem;
+      keys_ = piece.keys;
+      key_ = first_step(piece.keys) + first_key_;
+    } while (key_ >= keys_.end);
     batch_ = piece.batch;
     kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
-    const std::int64_t row = key_ + lane() / row_lanes;
-    const int dim = lane() % row_lanes * 8;
-    key_row_ = static_cast<const Element*>(problem.key) + batch_ * problem.key_stride_page +
-               kv_head_ * problem.key_stride_head + row * problem.key_stride_slot + dim;
-    value_row_ = static_cast<const Element*>(problem.value) + batch_ * problem.value_stride_page +
-                 kv_head_ * problem.value_stride_head + row * problem.value_stride_slot + dim;
-    look_up_page();
-  }
-
-  // One read of the table a step, under way a whole step before its result is needed.
-  __device__ __forceinline__ void look_up_page() {
     if (may_page && args_.problem.page_table != nullptr) {
-      const std::uint32_t key = key_ + lane() % step_keys;
-      slot_ = key < end_ ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
+      odd_step_ = 0;
+      slots_ = look_up(key_);
+      slots_ahead_ = look_up(key_ + 2 * stride_);
+    } else {
+      point_at(batch_, key_);
     }
   }
 
-  // Start of row lane % 16 of the coming step; negative: nothing to read.
+  // One read of the page table for two steps, under way two steps before its result is needed: lanes 0 .. 15 have the
+  // keys of the step that begins with first_key, lanes 16 .. 31 those of the next one.
+  __device__ __forceinline__ KeySlot look_up(std::uint32_t first_key) const {
+    const std::uint32_t key = first_key + lane() / step_keys * stride_ + lane() % step_keys;
+    return is_in(keys_, key) ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
+  }
+
+  // Where the coming step's rows are.
+  __device__ __forceinline__ void find_page(int stage) {
+    constexpr unsigned all = 0xffffffffu;
+    const int source = odd_step_ * step_keys + lane() % step_keys;
+    slot_.page = __shfl_sync(all, slots_.page, source);
+    slot_.slot = __shfl_sync(all, slots_.slot, source);
+    const bool exists = page_exists(args_.problem, slot_.page);
+    const unsigned bit = 1u << stage;
+    missing_ = __any_sync(all, !exists && is_in(keys_, key_ + lane() % step_keys)) ? missing_ | bit : missing_ & ~bit;
+    spaced_ = args_.problem.page_size % step_keys == 0 && __all_sync(all, exists);
+    first_row_ = 0;
+    rows_ = key_ < keys_.end ? step_keys : 0;
+    if (spaced_) {
+      point_at(slot_.page, slot_.slot - lane() % step_keys);
+    }
+  }
+
+  // Start of row lane % 16 of the coming step, in elements; negative: nothing to read.
   __device__ __forceinline__ std::int64_t own_row(std::int64_t stride_page, std::int64_t stride_slot) const {
     const std::uint32_t key = key_ + lane() % step_keys;
-    if (key >= end_) {
+    if (!is_in(keys_, key)) {
       return -1;
     }
-    if (args_.problem.page_table == nullptr) {
+    if (!may_page || args_.problem.page_table == nullptr) {
       return batch_ * stride_page + key * stride_slot;
     }
     return page_exists(args_.problem, slot_.page) ? slot_.page * stride_page + slot_.slot * stride_slot : -1;
   }
 
-  // source: this lane's part of its first row, in a contiguous cache.
-  template <bool steady>
-  __device__ __forceinline__ void copy_tile(unsigned char* tile, const void* cache, std::int64_t stride_head,
-                                            std::int64_t stride_page, std::int64_t stride_slot, int copy_bytes,
-                                            const Element* source) {
-    const int head_dim = static_cast<int>(args_.problem.head_dim);
-    const bool paged = args_.problem.page_table != nullptr;
-    if (general && (copy_bytes < 16 || (!steady && paged))) {
-      copy_tile_out_of_line<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
-                                        own_row(stride_page, stride_slot), head_dim, copy_bytes);
-    } else if (key_ < end_ && may_page && paged) {
-      copy_tile_by_chunks<padded_dim>(tile, static_cast<const Element*>(cache) + kv_head_ * stride_head,
-                                      own_row(stride_page, stride_slot), head_dim);
-    } else if (key_ < end_) {
-      const int chunk = lane() % row_lanes;
-      const int first_row = lane() / row_lanes;
-      const int rows = chunk * 8 < head_dim ? static_cast<int>(min(end_ - key_, 16u)) - first_row : 0;
+  // tile: its place in the ring; row: this lane's part of the first of the rows, where they are equally far apart;
+  // late: 16 bits per stage, of rows that begin an element later than what was copied. Returns the new ones.
+  __device__ __forceinline__ std::uint64_t copy_tile(int tile, int stage, const void* cache, std::int64_t stride_head,
+                                                     std::int64_t stride_page, std::int64_t stride_slot, int copy_bytes,
+                                                     const Element* row, std::uint64_t late) const {
+    if (rows_ == 0) {
+      // The piece has ended.
+    } else if (spaced_ && (!general || copy_bytes == 16)) {
 #pragma unroll
       for (int i = 0; i < step_keys / rows_at_once; ++i) {
-        // Of a row that is not there nothing is read, so its address does not matter.
-        const bool valid = i * rows_at_once < rows;
-        copy_async<16>(tile + destination_[i % pattern] + i / pattern * 1024, source, valid ? 16 : 0);
-        source += rows_at_once * stride_slot;
+        // chunk_offset() of row i * rows_at_once + lane / row_lanes, from that of row lane / row_lanes
+        const std::uint32_t swizzled = (lane_address_ + tile) ^ (i * rows_at_once % 8 * 16);
+        const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
+        copy_async<16>(swizzled + i * rows_at_once * 128, row, valid ? lane_bytes_ : 0);
+        row += rows_at_once * stride_slot;
+      }
+    } else if (may_page) {
+      const int head_dim = static_cast<int>(args_.problem.head_dim);
+      const bool in_pairs = general && copy_bytes == 2 && head_dim < padded_dim;
+      std::uint64_t own_address; // of row lane % 16
+      if (general && spaced_ && rows_ == step_keys) {
+        const Element* const first = row - lane() / row_lanes * stride_slot - lane() % row_lanes * 8;
+        const int early =
+            in_pairs && stride_slot % 2 == 0 ? static_cast<int>(reinterpret_cast<std::uint64_t>(first) / 2 % 2) : 0;
+        const int bytes = in_pairs && stride_slot % 2 == 0 ? 4 : copy_bytes; // all rows begin alike
+        copy_rows(ring_ + tile, SpacedRows{first - early, stride_slot}, head_dim + early, bytes);
+        own_address = reinterpret_cast<std::uint64_t>(first + lane() % step_keys * stride_slot);
+      } else {
+        const Element* const head = static_cast<const Element*>(cache) + kv_head_ * stride_head;
+        const std::int64_t own = own_row(stride_page, stride_slot);
+        copy_rows(ring_ + tile, ScatteredRows{head, own}, head_dim, copy_bytes);
+        own_address = reinterpret_cast<std::uint64_t>(head + own);
+      }
+      if (in_pairs) {
+        const std::uint64_t rows = __ballot_sync(0xffffffffu, (own_address & 2) != 0) & 0xffffu;
+        late = (late & ~(0xffffull << 16 * stage)) | rows << 16 * stage;
       }
     }
     __pipeline_commit();
+    return late;
+  }
+
+  template <class Rows>
+  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Rows& rows, int elements, int copy_bytes) const {
+    const int bytes = elements * 2;
+    if (!general || copy_bytes == 16) {
+      copy_rows_by<padded_dim, 16, RowEnds::whole>(tile, rows, bytes);
+    } else if (copy_bytes == 8) {
+      copy_rows_by<padded_dim, 8, RowEnds::whole>(tile, rows, bytes);
+    } else if (copy_bytes == 4 && bytes % 4 == 0) {
+      copy_rows_by<padded_dim, 4, RowEnds::whole>(tile, rows, bytes);
+    } else if (copy_bytes == 4) {
+      copy_rows_by<padded_dim, 4, RowEnds::partial>(tile, rows, bytes);
+    } else if (elements < padded_dim) {
+      copy_rows_by<padded_dim, 4, RowEnds::late>(tile, rows, bytes);
+    } else {
+      copy_rows_singly<padded_dim>(tile, rows, elements);
+    }
+  }
+
+  __device__ __forceinline__ void align_tile(int tile, int copy_bytes, std::uint64_t late) const {
+    if (general && copy_bytes == 2 && args_.problem.head_dim < padded_dim && (late & 0xffffu) != 0) {
+      align_rows<padded_dim>(ring_ + tile, static_cast<unsigned>(late) & 0xffffu);
+    }
   }
 
   const KernelArguments& args_;
   unsigned char* ring_;
-  int destination_[pattern]; // of this lane's copies in a tile
   Pieces<path> pieces_;
   std::uint32_t first_key_, stride_;
-  std::uint32_t key_ = 0, end_ = 0; // first key of the coming step, end of its piece
+  std::uint32_t lane_address_; // of this lane's first chunk, in shared memory
+  int lane_bytes_;             // that this lane copies of a row: none past head_dim
+  // First key of the coming step, keys of its piece, and whether the 16 rows are all there and equally far apart.
+  std::uint32_t key_ = 0;
+  KeyRange keys_ = {0, 0};
+  bool spaced_ = false;                    // the 16 rows of the step are equally far apart
+  std::uint32_t first_row_ = 0, rows_ = 0; // of the step, those that take part
   const Element* key_row_ = nullptr;
   const Element* value_row_ = nullptr;
   std::uint32_t batch_ = 0;
   std::uint32_t kv_head_ = 0;
-  KeySlot slot_ = {0, 0}; // of key key_ + lane % 16
-  unsigned missing_ = 0;  // a bit per stage
+  // With a page table: of key key_ + lane % 16; as look_up() gives them.
+  KeySlot slot_ = {0, 0}, slots_ = {0, 0}, slots_ahead_ = {0, 0};
+  int odd_step_ = 0;
+  unsigned missing_ = 0;                          // a bit per stage
+  std::uint64_t late_keys_ = 0, late_values_ = 0; // see copy_tile()
 };
 
 } // namespace single_query

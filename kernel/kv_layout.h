@@ -12,6 +12,10 @@ struct KeyRange {
   std::uint32_t end;
 };
 
+SINGLE_QUERY_HOST_DEVICE bool is_in(const KeyRange& keys, std::uint32_t key) {
+  return key - keys.begin < keys.end - keys.begin;
+}
+
 // Keys a row can have at most: what is allocated for it.
 SINGLE_QUERY_HOST_DEVICE std::int64_t capacity(const AttentionProblem& problem) {
   return problem.max_pages * problem.page_size;

@@ -204,17 +204,20 @@ __device__ __forceinline__ bool is_last_piece(const KernelArguments& args, const
 }
 
 #if __CUDA_ARCH__ >= 900
-// Makes the mailbox ready for what the cluster's blocks will push, and tells them so.
-__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size) {
+// Makes a mailbox ready for the bytes that the cluster's blocks will push, and tells them so. `full` is its mbarrier.
+__device__ __forceinline__ void open_mailbox(std::uint64_t* full, unsigned bytes) {
   namespace ptx = cuda::ptx;
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(mailbox.full, 1);
+    ptx::mbarrier_init(full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    const unsigned bytes = mailbox.slice * cluster_size * (blockDim.x / 32) * (sizeof(float4) + sizeof(float2));
-    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, mailbox.full, bytes);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
   }
   __syncwarp();
   ptx::barrier_cluster_arrive(ptx::sem_relaxed); // the fence has published the mbarrier
+}
+
+__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size) {
+  open_mailbox(mailbox.full, mailbox.slice * cluster_size * (blockDim.x / 32) * (sizeof(float4) + sizeof(float2)));
 }
 
 // Every warp pushes its state, element by element, to the blocks of the cluster that own them. A lane always pushes to

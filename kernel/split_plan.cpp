@@ -5,6 +5,9 @@
 namespace single_query {
 namespace {
 
+constexpr int small_warps = 4;            // of a block in by_row mode
+constexpr std::uint32_t most_cluster = 8; // blocks; more are not granted everywhere
+
 // Blocks of a walk: as many as are resident at once, or somewhat fewer where that lets rows of equal length end on the
 // shares' borders, so that none has to be merged.
 std::uint32_t walk_blocks(std::int64_t rows, std::int64_t resident) {
@@ -46,22 +49,34 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   if (problem.split_size > 0 || lengths_differ || rows > device.multiprocessors) {
     return plan_walk(problem, rows, keys, body, device);
   }
-  // Long problems: one block of many warps on every second multiprocessor, with less to merge. Short ones: small
-  // blocks on all of them.
+  // Small blocks on all multiprocessors; large ones where small ones would be more than one cluster a row, which costs
+  // a merge through global memory, or too few warps to keep the memory busy.
   const std::uint32_t row_count = static_cast<std::uint32_t>(rows);
   const std::uint32_t half = power_of_two_at_most(static_cast<std::uint32_t>(device.multiprocessors)) / 2;
-  const bool large_blocks =
-      body.most_warps > 4 && 2 * row_count <= half && static_cast<std::uint64_t>(rows) * keys > 512ull * half;
-  const bool two_a_multiprocessor = row_count > half;
+  const auto blocks_of = [&](int warps, std::uint32_t most_blocks) {
+    return blocks_per_row(row_count, keys, most_blocks, static_cast<std::uint32_t>(warps) * body.least_warp_keys);
+  };
   SplitPlan plan{};
-  plan.warps = large_blocks ? body.most_warps : 4;
-  const std::uint32_t most_blocks = large_blocks ? half : two_a_multiprocessor ? 2 * row_count : 2 * half;
-  const std::uint32_t blocks = blocks_per_row(row_count, keys, most_blocks, body.least_block_keys);
+  plan.warps = small_warps;
+  std::uint32_t blocks = blocks_of(small_warps, row_count > half ? 2 * row_count : 2 * half);
+  const std::uint32_t large_step = static_cast<std::uint32_t>(body.most_warps * body.keys_per_warp);
+  if (body.pairs ? blocks > most_cluster && body.most_warps > small_warps && 2 * row_count <= half
+                 : keys / blocks >= 4 * large_step) {
+    plan.warps = body.most_warps;
+    blocks = blocks_of(plan.warps, body.pairs ? half : 2 * half);
+  }
+  if (keys <= 8 * most_cluster * large_step) { // a cluster's steps take less than a merge of clusters
+    plan.warps = blocks > most_cluster ? body.most_warps : plan.warps;
+    blocks = std::min(blocks, most_cluster);
+  }
   if (blocks > 1 && !device.has_clusters) {
     return plan_walk(problem, rows, keys, body, device);
   }
-  plan.cluster_size = static_cast<int>(std::min(blocks, 8u));
+  // Clusters of 8 do not fit onto all multiprocessors at once.
+  const bool many = blocks * row_count > half && blocks > most_cluster;
+  plan.cluster_size = static_cast<int>(many ? 2 : std::min(blocks, most_cluster));
   plan.clusters = static_cast<int>(blocks) / plan.cluster_size;
+  plan.least_block_keys = static_cast<std::uint32_t>(plan.warps) * body.least_warp_keys;
   return plan;
 }
 

@@ -22,11 +22,12 @@ struct DeviceTraits {
 
 // What a kernel body needs the plan to know.
 struct BodyTraits {
-  int keys_per_warp;              // keys a warp takes in one step
-  int walk_warps;                 // warps a block in walk mode
-  int blocks_per_multiprocessor;  // resident blocks of that size
-  int most_warps;                 // in by_row mode, where one large block serves a multiprocessor
-  std::uint32_t least_block_keys; // fewer keys than this are not worth a block
+  int keys_per_warp;             // keys a warp takes in one step
+  int walk_warps;                // warps a block in walk mode
+  int blocks_per_multiprocessor; // resident blocks of that size
+  int most_warps;                // in by_row mode, where one large block serves a multiprocessor
+  std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp
+  bool pairs;                    // a large block keeps the memory port of two multiprocessors busy
 };
 
 struct SplitPlan {
@@ -35,6 +36,7 @@ struct SplitPlan {
   // by_row
   int cluster_size; // 1, 2, 4 or 8
   int clusters;     // a row, at most; rows with fewer keys use fewer
+  std::uint32_t least_block_keys;
   // walk
   std::uint32_t blocks;
   std::uint32_t unit_keys;
@@ -56,9 +58,8 @@ SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) {
   return 1u << log2_floor(x);
 }
 
-// Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together about
-// one block a multiprocessor for short problems and one a pair of multiprocessors (which share a memory port) for long
-// ones. Powers of two, so that all shares are equal: equal shares beat more multiprocessors.
+// Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together at
+// most most_blocks. Powers of two, so that all shares are equal: equal shares beat more multiprocessors.
 SINGLE_QUERY_HOST_DEVICE std::uint32_t blocks_per_row(std::uint32_t rows, std::uint32_t keys, std::uint32_t most_blocks,
                                                       std::uint32_t least_block_keys) {
   const std::uint32_t by_device = most_blocks / rows;
@@ -68,13 +69,12 @@ SINGLE_QUERY_HOST_DEVICE std::uint32_t blocks_per_row(std::uint32_t rows, std::u
 }
 
 // Of the clusters that a row of by_row mode has at most, those that a row of `keys` keys uses.
-SINGLE_QUERY_HOST_DEVICE std::uint32_t clusters_in_use(const SplitPlan& plan, std::uint32_t keys,
-                                                       std::uint32_t least_block_keys) {
+SINGLE_QUERY_HOST_DEVICE std::uint32_t clusters_in_use(const SplitPlan& plan, std::uint32_t keys) {
   if (plan.clusters == 1) {
     return 1;
   }
   const std::uint32_t most = static_cast<std::uint32_t>(plan.clusters);
-  const std::uint32_t wanted = keys / (least_block_keys * static_cast<std::uint32_t>(plan.cluster_size));
+  const std::uint32_t wanted = keys / (plan.least_block_keys * static_cast<std::uint32_t>(plan.cluster_size));
   return wanted < 1 ? 1 : wanted < most ? power_of_two_at_most(wanted) : most;
 }
 

@@ -19,6 +19,7 @@ template <class Shape, Path path>
 __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_constant__ KernelArguments args) {
   using Ring = typename Shape::Ring;
   extern __shared__ __align__(128) unsigned char shared[];
+  fetch_arguments(args);
   const AttentionProblem& problem = args.problem;
   const bool half = problem.dtype == DataType::float16;
   const int warp = static_cast<int>(threadIdx.x / 32);
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   for (bool first = true; pieces.next(piece); first = false) {
     const Heads heads = heads_of(args, piece.row_in_batch);
     if (first) {
-      reader.template copy_keys<false>(0);
+      reader.copy_keys(0);
     } else {
       __syncthreads(); // staging is free again
     }
@@ -56,9 +57,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
 #pragma unroll 1
       for (int ahead = 0; ahead < Ring::stages; ++ahead) {
         if (ahead > 0) {
-          reader.template copy_keys<false>(ahead);
+          reader.copy_keys(ahead);
         }
-        reader.template copy_values<false>(ahead);
+        reader.copy_values(ahead);
         reader.advance();
       }
 #if __CUDA_ARCH__ >= 900
@@ -68,28 +69,30 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
 #endif
     }
     state.clear();
+    std::uint32_t key = first_step(piece.keys) + first_key;
     if (modified) {
-      modifiers.load_slopes(problem, piece, heads);
+      modifiers.begin_piece(problem, piece, heads);
+      modifiers.load_mask(problem, piece, key);
     }
 #pragma unroll 1
-    for (std::uint32_t key = piece.keys.begin + first_key; key < piece.keys.end; key += stride) {
-      if (modified) {
-        modifiers.load_mask(problem, piece, heads, key);
-      }
+    for (; key < piece.keys.end; key += stride) {
       __pipeline_wait_prior(Ring::in_flight);
       __syncwarp();
+      const unsigned char* const key_tile = ring + Ring::key_tile(stage);
+      reader.align_keys(stage);
       float scores[Shape::head_blocks][4];
       if (half) {
-        multiply_keys<Shape, true>(Ring::key_tile(ring, stage), key_rows, queries, scores);
+        multiply_keys<Shape, true>(key_tile, key_rows, queries, scores);
       } else {
-        multiply_keys<Shape, false>(Ring::key_tile(ring, stage), key_rows, queries, scores);
+        multiply_keys<Shape, false>(key_tile, key_rows, queries, scores);
       }
       const bool missing = reader.misses_page(stage);
       __syncwarp(); // all lanes have read the tile
-      reader.template copy_keys<true>(stage);
+      reader.copy_keys(stage);
       unsigned excluded = 0;
       if (modified) {
         excluded = modifiers.apply(problem, piece, key, scores);
+        modifiers.load_mask(problem, piece, key + stride);
       }
 #pragma unroll
       for (int block = 0; block < Shape::head_blocks; ++block) {
@@ -98,17 +101,21 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
           if (!modified) {
             scores[block][i] *= problem.scale;
           }
-          const bool past_end = key + threadIdx.x % 32 / 4 + i / 2 * 8 >= piece.keys.end;
-          scores[block][i] = past_end ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
+          const bool in_piece = is_in(piece.keys, key + threadIdx.x % 32 / 4 + i / 2 * 8);
+          scores[block][i] = !in_piece ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
         }
       }
       softmax_step<Shape>(scores, state);
       __pipeline_wait_prior(Ring::in_flight);
       __syncwarp();
-      unsigned char* const value_tile = Ring::value_tile(ring, stage);
+      unsigned char* const value_tile = ring + Ring::value_tile(stage);
+      reader.align_values(stage);
       if (modified) {
         if (__any_sync(0xffffffffu, excluded != 0)) {
-          shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
+          if (half ? any_not_finite<Shape, true>(value_tile, value_rows)
+                   : any_not_finite<Shape, false>(value_tile, value_rows)) {
+            shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
+          }
         }
       }
       std::uint32_t weights[Shape::head_blocks][2];
@@ -126,7 +133,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         multiply_values<Shape, false>(value_tile, value_rows, weights, state);
       }
       __syncwarp();
-      reader.template copy_values<true>(stage);
+      reader.copy_values(stage);
       reader.advance();
       stage = stage + 1 == Ring::stages ? 0 : stage + 1;
     }

@@ -7,33 +7,44 @@
 
 namespace single_query {
 
-// What modifies the scores of a piece, for this lane's heads; loaded ahead of use.
+// What modifies the scores of a piece, for this lane's heads.
 template <class Shape>
 struct LaneModifiers {
+  float inverse_softcap;
   float slope[Shape::head_blocks][2];
-  float mask[Shape::head_blocks][4]; // of the coming step
+  std::int64_t mask_row[Shape::head_blocks][2];   // where the heads' rows of the mask begin, in elements
+  std::uint32_t mask[Shape::head_blocks][4] = {}; // of the coming step, as stored: read a step ahead of its use
 
-  __device__ __forceinline__ void load_slopes(const AttentionProblem& problem, const Piece& piece, const Heads& heads) {
+  __device__ __forceinline__ void begin_piece(const AttentionProblem& problem, const Piece& piece, const Heads& heads) {
+    inverse_softcap = inverse_softcap_of(problem.softcap);
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int head = block * 8 + threadIdx.x % 4 * 2 + h;
-        slope[block][h] = alibi_slope(problem, piece.batch, heads.first_query_head + min(head, heads.count - 1));
+        // Heads that are not there repeat the last one.
+        const std::int64_t query_head =
+            heads.first_query_head + min(block * 8 + static_cast<int>(threadIdx.x % 4) * 2 + h, heads.count - 1);
+        slope[block][h] = alibi_slope(problem, piece.batch, query_head);
+        mask_row[block][h] = piece.batch * problem.mask_stride_batch + query_head * problem.mask_stride_head;
       }
     }
   }
 
-  __device__ __forceinline__ void load_mask(const AttentionProblem& problem, const Piece& piece, const Heads& heads,
+  // first_key: of the coming step.
+  __device__ __forceinline__ void load_mask(const AttentionProblem& problem, const Piece& piece,
                                             std::uint32_t first_key) {
+    if (problem.attn_mask == nullptr) {
+      return;
+    }
 #pragma unroll
-    for (int block = 0; block < Shape::head_blocks; ++block) {
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t key = first_key + threadIdx.x % 32 / 4 + i / 2 * 8;
+      const std::int64_t at = static_cast<std::int64_t>(key) * problem.mask_stride_key;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int head = block * 8 + threadIdx.x % 4 * 2 + i % 2;
-        const std::uint32_t key = first_key + threadIdx.x % 32 / 4 + i / 2 * 8;
-        const bool used = head < heads.count && key < piece.keys.end;
-        mask[block][i] = used ? mask_value(problem, piece.batch, heads.first_query_head + head, key) : 0.0f;
+      for (int block = 0; block < Shape::head_blocks; ++block) {
+        if (is_in(piece.keys, key)) {
+          mask[block][i] = mask_bits(problem, mask_row[block][i % 2] + at);
+        }
       }
     }
   }
@@ -44,23 +55,40 @@ struct LaneModifiers {
                                             std::uint32_t first_key, float (&scores)[Shape::head_blocks][4]) const {
     unsigned excluded = 0;
 #pragma unroll
-    for (int block = 0; block < Shape::head_blocks; ++block) {
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t key = first_key + threadIdx.x % 32 / 4 + i / 2 * 8;
+      const float distance = static_cast<float>(static_cast<int>(key - (piece.length - 1)));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const std::uint32_t key = first_key + threadIdx.x % 32 / 4 + i / 2 * 8;
-        const float distance = static_cast<float>(static_cast<int>(key - (piece.length - 1)));
-        if (mask[block][i] == negative_infinity) {
-          excluded |= 1u << (block * 4 + i);
-          scores[block][i] = negative_infinity;
-        } else {
-          scores[block][i] = modified_score({problem.scale, problem.softcap, slope[block][i % 2]}, scores[block][i],
-                                            distance, mask[block][i]);
-        }
+      for (int block = 0; block < Shape::head_blocks; ++block) {
+        const float added = problem.attn_mask == nullptr ? 0.0f : mask_number(problem.mask_type, mask[block][i]);
+        const float score = modified_score({problem.scale, problem.softcap, slope[block][i % 2], inverse_softcap},
+                                           scores[block][i], distance, added);
+        const bool masked = added == negative_infinity;
+        excluded |= masked && is_in(piece.keys, key) ? 1u << (block * 4 + i) : 0u;
+        scores[block][i] = masked ? negative_infinity : score;
       }
     }
     return excluded;
   }
 };
+
+// Whether a tile of values has a NaN or an infinity: only then its product with zeros is not zero.
+template <class Shape, bool half>
+__device__ __forceinline__ bool any_not_finite(const unsigned char* value_tile, const MatrixRows& rows) {
+  float products[2][4] = {}; // two independent chains of additions
+#pragma unroll
+  for (int m = 0; m < Shape::dim_steps; ++m) {
+    std::uint32_t values[4];
+    load_matrices<true>(values, rows.template address<typename Shape::Ring>(value_tile, m));
+    multiply_add<half>(products[m % 2], values, 0u, 0u);
+  }
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum += products[0][i] + products[1][i];
+  }
+  return __any_sync(0xffffffffu, sum != 0);
+}
 
 // A weight of 0 does not keep an excluded key's NaN or infinity out of a product. Where a key that is excluded for some
 // head has such a value, add its row by hand for the heads that it is not excluded for, then clear the row.
@@ -68,7 +96,7 @@ template <class Shape>
 __device__ __forceinline__ void shield_excluded_values(bool half, unsigned char* value_tile, unsigned excluded,
                                                        const float (&weights)[Shape::head_blocks][4],
                                                        TensorCoreState<Shape>& state) {
-  using Ring = typename Shape::Ring;
+  using Tile = typename Shape::Ring::Tile;
   const unsigned exponent = half ? 0x7c00u : 0x7f80u;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -79,10 +107,9 @@ __device__ __forceinline__ void shield_excluded_values(bool half, unsigned char*
       continue;
     }
     bool finite = true;
-    for (int chunk = lane; chunk < Shape::padded_dim / 2; chunk += 32) {
-      const std::uint32_t pair =
-          *reinterpret_cast<std::uint32_t*>(Ring::chunk_address(value_tile, key, chunk / 4) + chunk % 4 * 4);
-      finite = finite && (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
+    for (int pair = lane; pair < Shape::padded_dim / 2; pair += 32) {
+      const std::uint32_t bits = *reinterpret_cast<std::uint32_t*>(value_tile + Tile::byte_offset(key, pair * 4));
+      finite = finite && (bits & exponent) != exponent && (bits >> 16 & exponent) != exponent;
     }
     if (__all_sync(0xffffffffu, finite)) {
       continue;
@@ -103,7 +130,7 @@ __device__ __forceinline__ void shield_excluded_values(bool half, unsigned char*
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
               const int dim = m * 16 + upper * 8 + lane / 4;
-              const void* value = Ring::chunk_address(value_tile, key, dim / 8) + dim % 8 * 2;
+              const void* value = value_tile + Tile::byte_offset(key, dim * 2);
               state.output[block][m][upper * 2 + h] +=
                   weight * (half ? to_float(*static_cast<const __half*>(value))
                                  : to_float(*static_cast<const __nv_bfloat16*>(value)));
@@ -113,8 +140,8 @@ __device__ __forceinline__ void shield_excluded_values(bool half, unsigned char*
       }
     }
     __syncwarp();
-    for (int chunk = lane; chunk < Shape::padded_dim / 2; chunk += 32) {
-      *reinterpret_cast<std::uint32_t*>(Ring::chunk_address(value_tile, key, chunk / 4) + chunk % 4 * 4) = 0;
+    for (int pair = lane; pair < Shape::padded_dim / 2; pair += 32) {
+      *reinterpret_cast<std::uint32_t*>(value_tile + Tile::byte_offset(key, pair * 4)) = 0;
     }
     __syncwarp();
   }

@@ -100,7 +100,7 @@ struct MatrixRows {
   }
   template <class Ring>
   __device__ __forceinline__ const void* address(const unsigned char* tile, int pair) const {
-    return tile + chunk[pair % 4] + pair / 4 * Ring::panel_bytes;
+    return tile + chunk[pair % 4] + pair / 4 * Ring::Tile::panel_bytes;
   }
 };
 

@@ -28,7 +28,6 @@ struct RowUnits {
 struct KernelArguments {
   AttentionProblem problem;
   SplitPlan plan;
-  std::uint32_t least_block_keys;    // of the body, for clusters_in_use
   int group;                         // query heads per key/value head
   int tile_heads;                    // query heads of a full tile
   int tiles;                         // tiles per key/value head
@@ -45,6 +44,18 @@ struct KernelArguments {
   float4* partial_values;
   float2* partial_states;
 };
+
+// Every launch finds its arguments uncached: a first read of each 64 bytes of them takes some 300 cycles. This reads
+// them all at once, at the start of a kernel, where the first reads would wait anyway.
+__device__ __forceinline__ void fetch_arguments(const KernelArguments& args) {
+  constexpr unsigned lines = (sizeof(KernelArguments) + 63) / 64;
+  const unsigned line = threadIdx.x % 32 < lines ? threadIdx.x % 32 : 0;
+  const std::uint32_t word = reinterpret_cast<const std::uint32_t*>(&args)[line * 16];
+  // A use that next to never happens and has no consequence, or the read would be left out.
+  __shared__ std::uint32_t unused;
+  const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(&unused));
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5bd1e995; @p st.shared.u32 [%1], %0; }" ::"r"(word), "r"(address));
+}
 
 // A contiguous range of the keys of one row, worked on by one block or cluster.
 struct Piece {
@@ -105,7 +116,7 @@ struct WalkShare {
 };
 
 // Units of all rows of one batch entry; 0 past the last.
-__device__ __noinline__ std::uint64_t batch_units(const KernelArguments& args, std::int64_t batch) {
+__device__ __forceinline__ std::uint64_t batch_units(const KernelArguments& args, std::int64_t batch) {
   if (batch >= args.problem.batch) {
     return 0;
   }
@@ -113,24 +124,40 @@ __device__ __noinline__ std::uint64_t batch_units(const KernelArguments& args, s
   return static_cast<std::uint64_t>(units_of(keys, args.plan.unit_keys)) * args.rows_per_batch;
 }
 
-// Rows with differing lengths are counted on the device: every warp scans them by itself, so that no barrier is needed.
-__device__ __noinline__ WalkShare find_share(const KernelArguments& args) {
-  constexpr unsigned all = 0xffffffffu;
-  const unsigned lane = threadIdx.x % 32;
-  const std::uint32_t rows_per_batch = args.rows_per_batch;
-  std::uint64_t total = args.plan.units;
-  if (total == 0) {
-#pragma unroll 2
-    for (std::int64_t batch = lane; batch < args.problem.batch; batch += 32) {
-      total += batch_units(args, batch);
-    }
-#pragma unroll 1
-    for (int offset = 16; offset > 0; offset /= 2) {
-      total += __shfl_xor_sync(all, total, offset);
+// Sums over 32 batch entries, one a lane: of the lane's own, and of all up to it.
+struct BatchSums {
+  std::uint64_t own, up_to;
+  __device__ __forceinline__ explicit BatchSums(std::uint64_t units) : own(units), up_to(units) {
+    const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+    for (unsigned distance = 1; distance < 32; distance *= 2) {
+      const std::uint64_t other = __shfl_up_sync(0xffffffffu, up_to, distance);
+      up_to += lane >= distance ? other : 0;
     }
   }
+  __device__ __forceinline__ std::uint64_t all() const {
+    return __shfl_sync(0xffffffffu, up_to, 31);
+  }
+};
+
+// x / y, fast where both fit into 32 bits, as they nearly always do.
+__device__ __forceinline__ std::uint64_t divide(std::uint64_t x, std::uint64_t y) {
+  return (x | y) >> 32 == 0 ? static_cast<std::uint32_t>(x) / static_cast<std::uint32_t>(y) : x / y;
+}
+
+// Rows with differing lengths are counted on the device: every warp scans them by itself, so that no barrier is needed.
+__device__ __forceinline__ WalkShare find_share(const KernelArguments& args) {
+  const unsigned lane = threadIdx.x % 32;
+  const std::uint32_t rows_per_batch = args.rows_per_batch;
+  const bool counted = args.plan.units == 0;
+  BatchSums sums(counted ? batch_units(args, lane) : 0); // of the first 32
+  std::uint64_t total = counted ? sums.all() : args.plan.units;
+#pragma unroll 1
+  for (std::int64_t base = 32; counted && base < args.problem.batch; base += 32) {
+    total += BatchSums(batch_units(args, base + lane)).all();
+  }
   WalkShare share;
-  share.each = static_cast<std::uint32_t>(total / args.plan.blocks);
+  share.each = static_cast<std::uint32_t>(divide(total, args.plan.blocks));
   share.larger = static_cast<std::uint32_t>(total - static_cast<std::uint64_t>(share.each) * args.plan.blocks);
   share.units = share.each + (blockIdx.x < share.larger ? 1 : 0);
   if (share.units == 0) {
@@ -139,37 +166,30 @@ __device__ __noinline__ WalkShare find_share(const KernelArguments& args) {
   const std::uint64_t begin = share.begin();
   std::uint64_t offset = begin; // of the share's start in its batch entry
   std::uint64_t row_units = args.plan.splits_per_row;
-  if (args.plan.units != 0) {
+  if (!counted) {
     const std::uint64_t units_per_batch = row_units * rows_per_batch; // rows are alike
-    share.batch = static_cast<std::uint32_t>(begin / units_per_batch);
+    share.batch = static_cast<std::uint32_t>(divide(begin, units_per_batch));
     offset = begin - share.batch * units_per_batch;
   } else {
 #pragma unroll 1
-    for (std::int64_t base = 0;; base += 32) { // 32 batch entries at a time
-      const std::uint64_t own = batch_units(args, base + lane);
-      std::uint64_t sum = own; // inclusive
-#pragma unroll 1
-      for (unsigned distance = 1; distance < 32; distance *= 2) {
-        const std::uint64_t other = __shfl_up_sync(all, sum, distance);
-        sum += lane >= distance ? other : 0;
-      }
-      const unsigned reached = __ballot_sync(all, sum > offset);
+    for (std::int64_t base = 0;; base += 32, sums = BatchSums(batch_units(args, base + lane))) {
+      const unsigned reached = __ballot_sync(0xffffffffu, sums.up_to > offset);
       if (reached != 0) {
         const int source = __ffs(reached) - 1;
-        offset -= __shfl_sync(all, sum - own, source);
+        offset -= __shfl_sync(0xffffffffu, sums.up_to - sums.own, source);
         share.batch = static_cast<std::uint32_t>(base) + source;
-        row_units = __shfl_sync(all, own, source) / rows_per_batch;
+        row_units = divide(__shfl_sync(0xffffffffu, sums.own, source), rows_per_batch);
         break;
       }
-      offset -= __shfl_sync(all, sum, 31);
+      offset -= sums.all();
     }
   }
-  share.row_in_batch = static_cast<std::uint32_t>(offset / row_units);
+  share.row_in_batch = static_cast<std::uint32_t>(divide(offset, row_units));
   share.first = static_cast<std::uint32_t>(offset - share.row_in_batch * row_units);
   return share;
 }
 
-__device__ __noinline__ RowUnits counted_row(const KernelArguments& args, std::int64_t batch) {
+__device__ __forceinline__ RowUnits counted_row(const KernelArguments& args, std::int64_t batch) {
   const std::uint32_t length = row_length(args.problem, batch);
   const KeyRange keys = attended_keys(args.problem, length);
   return {length, keys, units_of(keys.end - keys.begin, args.plan.unit_keys)};
@@ -191,7 +211,7 @@ __device__ __forceinline__ RowShare share_row(const KernelArguments& args, KeyRa
   if (plan.clusters > 1) {
     const std::uint32_t keys = row.end - row.begin;
     share.cluster = blockIdx.x / plan.cluster_size;
-    share.clusters = clusters_in_use(plan, keys, args.least_block_keys);
+    share.clusters = clusters_in_use(plan, keys);
     // Whole 64-key steps: equal work for the warps of a block.
     const std::uint32_t each = (units_of(keys, share.clusters) + 63) / 64 * 64;
     const std::uint32_t begin = min(keys, share.cluster * each);

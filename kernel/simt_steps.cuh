@@ -1,0 +1,271 @@
+// The steps of the SIMT body: shapes, registers, loads, and how a warp's lanes share keys and heads.
+#pragma once
+
+#include "mask.h"
+#include "merge_partials.cuh"
+#include "score.h"
+
+namespace single_query {
+
+template <int lanes_, int vectors_, int tile_heads_>
+struct SimtShape {
+  static constexpr int lanes = lanes_;           // of one key
+  static constexpr int vectors = vectors_;       // of four dims a lane
+  static constexpr int tile_heads = tile_heads_; // query heads: 1 or 8
+  static constexpr int padded_dim = 4 * lanes * vectors;
+  static constexpr int rows = vectors >= 4 ? 2 : 4; // keys of one lane in a step
+  static constexpr int keys_at_once = 32 / lanes;
+  static constexpr int step_keys = rows * keys_at_once;
+  static constexpr int head_lanes = lanes / tile_heads; // lanes that hold the scores of one head
+  static constexpr int head_shift = padded_dim == 32 ? 3 : padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
+  static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
+
+  static constexpr int shared_bytes(const SplitPlan& plan) {
+    const int mailbox =
+        plan.cluster_size > 1 ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size, plan.warps) : 0;
+    return plan.warps * staging_bytes + mailbox;
+  }
+};
+
+// The four dims of vector v that are this lane's. Where rows are aligned to 16 bytes (`vectors`) they are neighbours
+// and come in one load; else they lie `lanes` apart, so that the lanes of a key read neighbouring elements.
+template <class Shape>
+__device__ __forceinline__ int lane_dim(int v, int i, bool vectors) {
+  const int lane = static_cast<int>(threadIdx.x % Shape::lanes);
+  return vectors ? (v * Shape::lanes + lane) * 4 + i : (v * 4 + i) * Shape::lanes + lane;
+}
+
+// Those of a row, zeros from `limit` on. aligned: the row is, to 16 bytes.
+template <class Shape>
+__device__ __forceinline__ float4 load_dims(const float* row, int v, int limit, bool vectors, bool aligned) {
+  if (vectors && aligned) {
+    const int dim = lane_dim<Shape>(v, 0, true);
+    return dim < limit ? __ldg(reinterpret_cast<const float4*>(row + dim)) : make_float4(0, 0, 0, 0);
+  }
+  float x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int dim = lane_dim<Shape>(v, i, vectors);
+    x[i] = dim < limit ? __ldg(row + dim) : 0.0f;
+  }
+  return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+__device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
+  return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
+}
+
+// Sum each of `partial` over the lanes of a key. With several heads the sums end up spread out: this lane's head is
+// lane % lanes / head_lanes.
+template <class Shape>
+__device__ __forceinline__ float reduce_over_lanes(float (&partial)[Shape::tile_heads]) {
+  int offset = Shape::lanes / 2;
+#pragma unroll
+  for (int count = Shape::tile_heads / 2; count > 0; count /= 2, offset /= 2) {
+    const bool upper = (threadIdx.x & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float sent = upper ? partial[i] : partial[i + count];
+      const float kept = upper ? partial[i + count] : partial[i];
+      partial[i] = kept + __shfl_xor_sync(0xffffffffu, sent, offset);
+    }
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) {
+    partial[0] += __shfl_xor_sync(0xffffffffu, partial[0], offset);
+  }
+  return partial[0];
+}
+
+// The number that the lanes of `head` hold, in all lanes of the key.
+template <class Shape>
+__device__ __forceinline__ float of_head(float x, int head) {
+  if constexpr (Shape::tile_heads == 1) {
+    return x;
+  } else {
+    return __shfl_sync(0xffffffffu, x, head * Shape::head_lanes, Shape::lanes);
+  }
+}
+
+template <class Shape>
+struct SimtState {
+  float max_score; // of this lane's head
+  float sum_exp;
+  float4 output[Shape::tile_heads][Shape::vectors];
+
+  __device__ __forceinline__ void clear() {
+    max_score = negative_infinity;
+    sum_exp = 0;
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        output[head][v] = make_float4(0, 0, 0, 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise_max(float new_max) {
+    const float factor = softmax_weight(max_score, new_max);
+    max_score = new_max;
+    sum_exp *= factor;
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+      const float f = of_head<Shape>(factor, head);
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        float4& o = output[head][v];
+        o = make_float4(o.x * f, o.y * f, o.z * f, o.w * f);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(int head, int v, float weight, const float4& value) {
+    float4& o = output[head][v];
+    o = make_float4(fmaf(weight, value.x, o.x), fmaf(weight, value.y, o.y), fmaf(weight, value.z, o.z),
+                    fmaf(weight, value.w, o.w));
+  }
+
+  // The groups of lanes of a warp become one state, in every group.
+  __device__ __forceinline__ void merge_groups() {
+    float largest = max_score;
+#pragma unroll
+    for (int offset = Shape::lanes; offset < 32; offset *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    }
+    raise_max(largest);
+    sum_groups();
+  }
+
+  // The same where all groups have the same maximum.
+  __device__ __forceinline__ void sum_groups() {
+#pragma unroll
+    for (int offset = Shape::lanes; offset < 32; offset *= 2) {
+      sum_exp += __shfl_xor_sync(0xffffffffu, sum_exp, offset);
+#pragma unroll
+      for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+        for (int v = 0; v < Shape::vectors; ++v) {
+          float4& o = output[head][v];
+          o.x += __shfl_xor_sync(0xffffffffu, o.x, offset);
+          o.y += __shfl_xor_sync(0xffffffffu, o.y, offset);
+          o.z += __shfl_xor_sync(0xffffffffu, o.z, offset);
+          o.w += __shfl_xor_sync(0xffffffffu, o.w, offset);
+        }
+      }
+    }
+  }
+
+  // Leave the state in shared memory; for the first `lanes` lanes. vectors: see lane_dim(), of the values.
+  __device__ __forceinline__ void store(const WarpStates& states, int warp, int lane, bool vectors) const {
+    if (lane % Shape::head_lanes == 0) {
+      states.state(warp, lane / Shape::head_lanes) = make_float2(max_score, sum_exp);
+    }
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        float* const values = states.values(warp, head);
+        const float4& o = output[head][v];
+        if (vectors) {
+          *reinterpret_cast<float4*>(values + lane_dim<Shape>(v, 0, true)) = o;
+        } else {
+          values[lane_dim<Shape>(v, 0, false)] = o.x;
+          values[lane_dim<Shape>(v, 1, false)] = o.y;
+          values[lane_dim<Shape>(v, 2, false)] = o.z;
+          values[lane_dim<Shape>(v, 3, false)] = o.w;
+        }
+      }
+    }
+  }
+};
+
+// One lane's part of a step's rows of one cache.
+template <class Shape>
+using SimtRows = float4[Shape::rows][Shape::vectors];
+
+// Dot products of a step's rows with the query of this lane's head.
+template <class Shape>
+__device__ __forceinline__ void multiply_keys(const SimtRows<Shape>& keys,
+                                              const float4 (&queries)[Shape::tile_heads][Shape::vectors],
+                                              float (&scores)[Shape::rows]) {
+#pragma unroll
+  for (int r = 0; r < Shape::rows; ++r) {
+    float partial[Shape::tile_heads] = {};
+#pragma unroll
+    for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        partial[head] = dot(keys[r][v], queries[head][v], partial[head]);
+      }
+    }
+    scores[r] = reduce_over_lanes<Shape>(partial);
+  }
+}
+
+// Which of this lane's rows of a step can be read (a bit per row), with a page table where they lie, and which need a
+// page that does not exist.
+template <class Shape, bool plain>
+__device__ __forceinline__ unsigned find_rows(const AttentionProblem& problem, const Piece& piece,
+                                              std::uint32_t first_key, KeySlot (&slots)[Shape::rows],
+                                              unsigned& missing) {
+  unsigned readable = 0;
+  missing = 0;
+#pragma unroll
+  for (int r = 0; r < Shape::rows; ++r) {
+    const std::uint32_t key = first_key + r * Shape::keys_at_once + threadIdx.x % 32 / Shape::lanes;
+    if (key < piece.keys.end) {
+      readable |= 1u << r;
+      if (!plain && problem.page_table != nullptr) {
+        slots[r] = key_slot(problem, piece.batch, key);
+        if (!page_exists(problem, slots[r].page)) {
+          readable &= ~(1u << r);
+          missing |= 1u << r;
+        }
+      }
+    }
+  }
+  return readable;
+}
+
+// Reads one of the two caches, this lane's part of a step at a time.
+template <class Shape, bool plain>
+class SimtReader {
+public:
+  // cache: the tensor; step: elements from one step of the warp to its next.
+  __device__ __forceinline__ SimtReader(const AttentionProblem& problem, const void* cache, std::int64_t stride_page,
+                                        std::int64_t stride_head, std::int64_t stride_slot, std::int64_t step,
+                                        bool vectors, const Piece& piece, std::uint32_t kv_head,
+                                        std::uint32_t first_key)
+      : problem_(problem), head_(static_cast<const float*>(cache) + kv_head * stride_head),
+        row_(head_ + piece.batch * stride_page + static_cast<std::int64_t>(first_key) * stride_slot),
+        stride_page_(stride_page), stride_slot_(stride_slot), step_(step), vectors_(plain || vectors) {}
+
+  // slots: with a page table, where the step's rows are; readable: a bit per row. Advances to the next step.
+  __device__ __forceinline__ void load(SimtRows<Shape>& rows, const KeySlot (&slots)[Shape::rows], unsigned readable) {
+    const bool paged = !plain && problem_.page_table != nullptr;
+    const float* row = row_;
+#pragma unroll
+    for (int r = 0; r < Shape::rows; ++r) {
+      const int limit = readable >> r & 1 ? static_cast<int>(problem_.head_dim) : 0;
+      if (paged) {
+        row = head_ + slots[r].page * stride_page_ + slots[r].slot * stride_slot_;
+      }
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        rows[r][v] = load_dims<Shape>(row, v, limit, vectors_, true);
+      }
+      row += Shape::keys_at_once * stride_slot_;
+    }
+    row_ += step_;
+  }
+
+private:
+  const AttentionProblem& problem_;
+  const float* head_; // row 0 of page 0
+  const float* row_;  // the coming step's first row, in a contiguous cache
+  std::int64_t stride_page_, stride_slot_, step_;
+  bool vectors_;
+};
+
+} // namespace single_query

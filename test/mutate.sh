@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # The tests' own test: applies each fault of mutations.txt by itself to a copy of the sources, builds, runs the tests,
-# and prints a table of which test found which fault. Exit status: 0 all were found, 1 one survived, 2 one does not apply.
+# and prints a table of which test found which fault. Exit status: 0 all were found, 1 one survived, 2 one does not apply
+# or does not compile.
 #
 #   test/mutate.sh cpu|cuda|check [WORK_FOLDER] [PATTERN]
 #
 # cpu: the host twins (only C++ is compiled again). cuda: the kernels; needs a GPU. check: only whether the faults still
-# apply. PATTERN: only faults whose name matches. From the environment: CMAKE_OPTIONS, JOBS (2).
+# apply. PATTERN: only faults whose name matches. From the environment:
+#   CMAKE_OPTIONS   of the sound build, whose test objects all faults share
+#   JOBS            faults at once (2)
+#   LAUNCHER        what the tests run under, e.g. compute-sanitizer --tool racecheck --error-exitcode 1
+#   LIMIT           seconds the tests may take (600)
 set -euo pipefail
 
 device=${1:?cpu, cuda or check}
@@ -14,101 +19,105 @@ pattern=${3:-}
 source=$(cd "$(dirname "$0")/.." && pwd)
 jobs=${JOBS:-2}
 filter=$([[ $device == cpu ]] && echo '~[gpu]' || echo '[gpu]')
+objects=$work/build/kernel/CMakeFiles/single_query_kernel.dir
 
-mkdir -p "$work"
-rm -rf "$work/source"
-mkdir "$work/source"
-(cd "$source" && tar cf - CMakeLists.txt cmake kernel test) | (cd "$work/source" && tar xf -)
-if [[ $device != check ]]; then
-# shellcheck disable=SC2086
-cmake -S "$work/source" -B "$work/build" -G "Unix Makefiles" -DSINGLE_QUERY_BUILD_TORCH=OFF ${CMAKE_OPTIONS:-} >"$work/log"
-cmake --build "$work/build" --target single_query_kernel_tests -j "$jobs" >>"$work/log"
-fi
-
-# Compiles one C++ source of the library; $2 is the folder of the object.
-compile() {
-  g++ -std=c++20 -O1 -w -I"$work/source/kernel" -I"$work/source/kernel/include" -isystem "$cuda/include" \
-    -c "$1" -o "$2/$(basename "$1").o"
-}
-cuda=$([[ $device == check ]] || sed -n 's/^CUDAToolkit_ROOT[^=]*=//p; s|^CMAKE_CUDA_COMPILER:[^=]*=\(.*\)/bin/nvcc|\1|p' "$work/build/CMakeCache.txt" | head -1)
-export -f compile
-export work cuda
-
-# The host twins' objects go before the library that holds the sound ones.
-objects_without_fault() {
-  rm -rf "$work/sound" "$work/faulty"
-  mkdir -p "$work/sound"
-  find "$work/source/kernel" -name '*.cpp' -print0 | xargs -0 -P "$jobs" -I{} bash -c 'compile {} "$work/sound"'
+build_sound() {
+  mkdir -p "$work/source"
+  (cd "$source" && tar cf - CMakeLists.txt cmake kernel test) | (cd "$work/source" && tar xf -)
+  # shellcheck disable=SC2086
+  cmake -S "$work/source" -B "$work/build" -G "Unix Makefiles" -DSINGLE_QUERY_BUILD_TORCH=OFF \
+    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON ${CMAKE_OPTIONS:-}
+  cmake --build "$work/build" --target single_query_kernel_tests -j "$jobs"
 }
 
-build_cpu() { # $1: the file with the fault
-  rm -rf "$work/faulty"
-  cp -r "$work/sound" "$work/faulty"
-  if [[ $1 == *.cpp ]]; then
-    compile "$work/source/$1" "$work/faulty"
-  else
-    find "$work/source/kernel" -name '*.cpp' -print0 | xargs -0 -P "$jobs" -I{} bash -c 'compile {} "$work/faulty"'
+# The sources that a fault in kernel/$1 changes the object of, and that matter on this device.
+changed_sources() {
+  if [[ $1 == *.cpp || $1 == *.cu ]]; then
+    echo "$1"
+    return
   fi
-  local link
-  link=$(sed "s|-o [^ ]*|-o $work/tests|; s|[^ ]*libsingle_query_kernel.a|$work/faulty/*.o &|" \
+  local dependencies name
+  for dependencies in "$objects"/*.o.d; do
+    name=$(basename "$dependencies" .o.d)
+    [[ $device == cpu && $name == *.cu || $device == cuda && $name == *_cpu.cpp ]] && continue
+    ! grep -q "kernel/$1\b" "$dependencies" || echo "$name"
+  done
+}
+
+# $1: the fault's folder, $2: a source of its kernel/. C++ without what makes compilation slow.
+compile() {
+  local command
+  command=$(sed -n 's/^  "command": "\(.*\)",\{0,1\}$/\1/p' "$work/build/compile_commands.json" | grep "kernel/$2\$")
+  command=${command//\\\"/\"}
+  command=${command//"$work/source/kernel"/"$1/kernel"}
+  command=$(sed "s|-o [^ ]*|-o $1/objects/$2.o|" <<<"$command")
+  [[ $2 != *.cpp ]] || command+=" -O1 -w"
+  (cd "$work/build/kernel" && eval "$command")
+}
+
+# The fault's objects come first, so that it is their inline functions that are linked.
+build_faulty() { # $1: the fault's folder, $2: the file in kernel/ with the fault
+  local name link
+  mkdir "$1/objects"
+  cp "$objects"/*.o "$1/objects"
+  for name in $(changed_sources "$2"); do
+    compile "$1" "$name"
+  done
+  link=$(sed "s|-o [^ ]*|-o $1/tests $1/objects/*.o|" \
     "$work/build/test/CMakeFiles/single_query_kernel_tests.dir/link.txt")
   (cd "$work/build/test" && eval "$link")
 }
 
-build_cuda() {
-  cmake --build "$work/build" --target single_query_kernel_tests -j "$jobs"
-  cp "$work/build/test/single_query_kernel_tests" "$work/tests"
-}
-
-survivors=0
-stale=0
-row() { printf '| %s | `%s` | %s |\n' "$1" "$2" "$3"; }
-
-# One fault: name, file, the text before and after.
+# One fault: number, name, file, the text before and after. Leaves its row of the table in rows/.
 try() {
-  local name=$1 file=$2 before=$3 after=$4
-  [[ -z $pattern || $name =~ $pattern ]] || return 0
-  local path=$work/source/$file
-  local text
-  text=$(cat "$path" && echo x)
+  local number=$1 name=$2 file=$3 before=$4 after=$5 text found status
+  text=$(cat "$source/$file" && echo x)
   text=${text%x}
   if [[ $text != *"$before"* ]]; then
-    row "$name" "$file" "does not apply"
-    stale=1
+    found="does not apply"
+  elif [[ $device == check ]]; then
     return 0
-  fi
-  [[ $device != check ]] || return 0
-  cp "$path" "$work/kept"
-  printf '%s' "${text/"$before"/"$after"}" >"$path"
-  local found
-  if ! "build_$device" "$file" >"$work/log" 2>&1; then
-    found="does not compile"
-    stale=1
-  elif timeout 900 "$work/tests" "$filter" --abort >"$work/output" 2>&1; then
-    found="**survived**"
-    survivors=1
   else
-    local status=$?
-    # Between the first two rules stands the name of the test that failed, on one or more lines.
-    found=$(awk '/^-{20,}$/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
-      "$work/output")
-    ((status != 124)) || found="$found (did not end)"
-    found=${found:-the process died with status $status}
+    local folder=$work/faults/$number
+    mkdir -p "$folder"
+    cp -r "$work/source/kernel" "$folder"
+    printf '%s' "${text/"$before"/"$after"}" >"$folder/$file"
+    if ! build_faulty "$folder" "${file#kernel/}" >"$folder/log" 2>&1; then
+      found="does not compile"
+    else
+      status=0
+      # shellcheck disable=SC2086
+      timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$folder/tests" "$filter" --abort >"$folder/output" 2>&1 || status=$?
+      # Between the first two rules stands the name of the test that failed, on one or more lines.
+      found=$(awk '/^-{20,}$/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
+        "$folder/output")
+      if ((status == 0)); then
+        found="**survived**"
+      elif ((status == 124 || status == 137)); then
+        found="$found (did not end)"
+      else
+        found=${found:-the process ended with status $status}
+      fi
+    fi
+    rm -rf "$folder/kernel" "$folder/objects" "$folder/tests" # the log and the output stay
   fi
-  cp "$work/kept" "$path"
-  row "$name" "$file" "$found"
+  printf '| %s | `%s` | %s |\n' "$name" "${file#kernel/}" "$found" | tee "$work/rows/$number"
 }
 
-[[ $device != cpu ]] || objects_without_fault
-echo "| fault | in | found by |"
-echo "|---|---|---|"
-name='' file='' devices='' before='' after=''
-flush() {
-  if [[ -n $name && ($devices == both || $devices == "$device" || $device == check) ]]; then
-    try "$name" "$file" "${before%$'\n'}" "${after%$'\n'}"
-  fi
-  name='' before='' after=''
+count=0
+flush() { # the fault that has been read
+  [[ -n $name && $name =~ $pattern && ($devices == both || $devices == "$device" || $device == check) ]] || return 0
+  while (($(jobs -rp | wc -l) >= jobs)); do
+    wait -n || true
+  done
+  try "$(printf '%03d' $((++count)))" "$name" "$file" "${before%$'\n'}" "${after%$'\n'}" &
 }
+
+mkdir -p "$work"
+rm -rf "$work/rows" "$work/faults"
+mkdir "$work/rows"
+[[ $device == check ]] || build_sound >"$work/log"
+name='' file='' devices='' before='' after=''
 while IFS= read -r line; do
   case $line in
   '['*']'*)
@@ -116,10 +125,16 @@ while IFS= read -r line; do
     name=${line#\[}
     name=${name%%\]*}
     read -r devices file <<<"${line#*\]}"
+    before='' after=''
     ;;
   '- '*) before+=${line#- }$'\n' ;;
   '+ '*) after+=${line#+ }$'\n' ;;
   esac
 done <"$source/test/mutations.txt"
 flush
-exit $((survivors ? 1 : stale ? 2 : 0))
+wait
+printf '\n| fault | in | found by |\n|---|---|---|\n'
+cat "$work"/rows/* >"$work/table" 2>/dev/null || true # no fault, no row
+cat "$work/table"
+! grep -q '| \*\*survived\*\* |$' "$work/table" || exit 1
+! grep -qE '\| does not (apply|compile) \|$' "$work/table" || exit 2

@@ -29,8 +29,6 @@ inline void with_scalar(DataType dtype, const Work& work) {
 template <typename Scalar>
 inline bool gather(const AttentionProblem& problem, const HostTask& task, std::int64_t query_head, KeyRange range,
                    Block<Scalar>& block) {
-  const Scalar* keys = static_cast<const Scalar*>(problem.key) + task.kv_head * problem.key_stride_head;
-  const Scalar* values = static_cast<const Scalar*>(problem.value) + task.kv_head * problem.value_stride_head;
   const Scalar* key_page = nullptr;
   const Scalar* value_page = nullptr;
   std::uint32_t page_begin = range.begin; // of the page at hand
@@ -52,8 +50,10 @@ inline bool gather(const AttentionProblem& problem, const HostTask& task, std::i
       }
       page_begin = key - at.slot;
       page_end = page_begin + static_cast<std::uint32_t>(problem.page_size);
-      key_page = keys + at.page * problem.key_stride_page;
-      value_page = values + at.page * problem.value_stride_page;
+      key_page = static_cast<const Scalar*>(problem.key) + at.page * problem.key_stride_page +
+                 task.kv_head * problem.key_stride_head;
+      value_page = static_cast<const Scalar*>(problem.value) + at.page * problem.value_stride_page +
+                   task.kv_head * problem.value_stride_head;
     }
     block.key_rows[count] = key_page + (key - page_begin) * problem.key_stride_slot;
     block.value_rows[count] = value_page + (key - page_begin) * problem.value_stride_slot;
@@ -241,19 +241,20 @@ void merge_parts(const MergeProblem& problem, std::int64_t batch, std::int64_t h
   with_scalar(problem.dtype, [&](auto scalar) {
     using Scalar = decltype(scalar);
     const int head_dim = static_cast<int>(problem.head_dim);
-    const Scalar* outputs = static_cast<const Scalar*>(problem.outputs) + batch * problem.outputs_stride_batch +
-                            head * problem.outputs_stride_head;
-    const float* lse = problem.lse + batch * problem.lse_stride_batch + head * problem.lse_stride_head;
     RowState merged;
     merge_states(
         problem.parts, head_dim,
         [&](std::int64_t p, int first, int count, auto& part) {
-          part.max_score = lse[p * problem.lse_stride_part];
+          part.max_score =
+              problem
+                  .lse[p * problem.lse_stride_part + batch * problem.lse_stride_batch + head * problem.lse_stride_head];
           if (part.max_score == negative_infinity) {
             return; // no key: whatever the output holds
           }
           part.sum_exp = 1;
-          widen(outputs + p * problem.outputs_stride_part + first, count, part.values);
+          const Scalar* outputs = static_cast<const Scalar*>(problem.outputs) + p * problem.outputs_stride_part +
+                                  batch * problem.outputs_stride_batch + head * problem.outputs_stride_head;
+          widen(outputs + first, count, part.values);
           for (int i = 0; i < count; ++i) {
             part.values[i] *= value_scale_of<Scalar>();
           }

@@ -1,4 +1,5 @@
 // single_query_fuzz: random configurations of attention against double, until one fails or all have passed.
+#include "check_arguments.h"
 #include "check_case.h"
 #include "random_case.h"
 
@@ -18,6 +19,7 @@ using namespace single_query::test;
 
 constexpr const char* usage = R"(single_query_fuzz: random configurations of attention against double
 
+  --arguments      instead: random argument structs, of which the illegal ones have to be refused by name
   --count N        configurations to run (200)
   --seed N         of the first one; each later one's is one higher (1)
   --device NAME    cpu or cuda (cpu)
@@ -35,6 +37,7 @@ struct Options {
   std::int64_t budget = 2'000'000;
   Device device = Device::cpu;
   std::string line;
+  bool arguments = false;
   bool keep_going = false;
 };
 
@@ -47,8 +50,8 @@ bool read_number(const char* text, Number& number) {
 bool read_options(int argc, char** argv, Options& options) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
-    if (name == "--keep-going") {
-      options.keep_going = true;
+    if (name == "--keep-going" || name == "--arguments") {
+      (name == "--arguments" ? options.arguments : options.keep_going) = true;
       continue;
     }
     if (++i == argc) {
@@ -146,6 +149,23 @@ int fuzz(const Options& options) {
   return failures == 0 ? 0 : 1;
 }
 
+int fuzz_arguments(const Options& options) {
+  ArgumentCounts counts;
+  for (std::int64_t i = 0; i < options.count; ++i) {
+    const std::uint64_t seed = options.seed + static_cast<std::uint64_t>(i);
+    const std::string failure = check_random_arguments(seed, counts);
+    if (!failure.empty()) {
+      std::printf("FAILED: %s\n  --arguments --count 1 --seed %llu\n", failure.c_str(),
+                  static_cast<unsigned long long>(seed));
+      return 1;
+    }
+  }
+  std::printf("%lld argument structs: %lld refused by name, %lld computed, %lld legal but not over memory of ours\n",
+              static_cast<long long>(options.count), static_cast<long long>(counts.refused),
+              static_cast<long long>(counts.computed), static_cast<long long>(counts.accepted_only));
+  return 0;
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -153,6 +173,9 @@ int main(int argc, char** argv) {
   if (!read_options(argc, argv, options)) {
     std::fputs(usage, stderr);
     return 2;
+  }
+  if (options.arguments) {
+    return fuzz_arguments(options);
   }
   int devices = 0;
   if (options.device == Device::cuda && (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0)) {

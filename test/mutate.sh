@@ -110,7 +110,8 @@ flush() { # the fault that has been read
   while (($(jobs -rp | wc -l) >= jobs)); do
     wait -n || true
   done
-  try "$(printf '%03d' $((++count)))" "$name" "$file" "${before%$'\n'}" "${after%$'\n'}" &
+  count=$((count + 1))
+  try "$(printf '%03d' "$count")" "$name" "$file" "${before%$'\n'}" "${after%$'\n'}" &
 }
 
 mkdir -p "$work"

@@ -251,9 +251,7 @@ Faults faults_of(const AttentionProblem& p) {
   faults.unless(p.page_table == nullptr || p.lengths != nullptr, {"lengths"});
   faults.unless(p.lengths == nullptr || within(static_cast<std::int64_t>(p.lengths_type), 0, 1), {"lengths_type"});
   faults.unless(p.attn_mask == nullptr || within(static_cast<std::int64_t>(p.mask_type), 0, 3), {"mask_type"});
-  if (faults.names.empty()) {
-    judge_tensors(tensors_of(p), faults);
-  }
+  judge_tensors(tensors_of(p), faults);
   return faults;
 }
 

@@ -89,7 +89,7 @@ try() {
       # shellcheck disable=SC2086
       timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$folder/tests" "$filter" --abort >"$folder/output" 2>&1 || status=$?
       # Between the first two rules stands the name of the test that failed, on one or more lines.
-      found=$(awk '/^-{20,}$/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
+      found=$(awk '/^--------------------/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
         "$folder/output")
       if ((status == 0)); then
         found="**survived**"

@@ -67,16 +67,16 @@ constexpr Number<MergeProblem> merge_numbers[] = {
 std::int64_t bad_number(Random& random, std::int64_t good) {
   constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
   constexpr std::int64_t one = 1;
+  const auto bits = static_cast<std::uint64_t>(good); // sums and products wrap
+  const auto near_good = static_cast<std::int64_t>(random.one_of({bits + 1, bits - 1, 2 * bits, bits / 2, 0 - bits}));
   return random.one_of<std::int64_t>({-1,
                                       0,
                                       1,
                                       2,
                                       3,
-                                      good + 1,
-                                      good - 1,
-                                      2 * good,
-                                      good / 2,
-                                      -good,
+                                      near_good,
+                                      near_good,
+                                      near_good,
                                       most,
                                       most - 1,
                                       -most - 1,

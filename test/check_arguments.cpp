@@ -84,7 +84,7 @@ std::string expect_refusals(const std::string& function, const std::vector<std::
 
 std::string check_workspace(Random& random, const AttentionProblem& p, const std::vector<TensorArgument>& tensors,
                             std::size_t bytes) {
-  const auto refused = [&](void* workspace, std::size_t given, std::vector<std::string> names) {
+  const auto refused = [&](void* workspace, std::size_t given, const std::vector<std::string>& names) {
     return expect_refusals("attention", names, {refusal_of([&] { attention_on_host(p, workspace, given); })});
   };
   switch (random.integer(0, 4)) {
@@ -104,8 +104,7 @@ std::string check_workspace(Random& random, const AttentionProblem& p, const std
         return run.first < workspace.end() && workspace.start() < run.second;
       });
     });
-    std::vector<std::string> names = {"workspace"};
-    return disjoint ? "" : refused(over, bytes, names);
+    return disjoint ? "" : refused(over, bytes, {"workspace"});
   }
   default:
     return "";

@@ -89,12 +89,22 @@ TEST_CASE("A52: a wrong dtype or shape fails the comparison") {
 }
 
 TEST_CASE("A52: one bad element in a million fails the comparison") {
-  const Reference expected =
-      reference(AttentionData(parse_case("batch=4000 query_heads=1 keys=2 head_dim=250")).host_problem());
-  Result result = perfect(expected, DataType::float32);
-  CHECK(passes(result, expected, DataType::float32));
-  set_output(result, 777'777, expected.output[777'777] + 1e-5);
-  CHECK_FALSE(passes(result, expected, DataType::float32));
+  for (const DataType dtype : {DataType::float32, DataType::float16, DataType::bfloat16}) {
+    AttentionCase c = parse_case("batch=4000 query_heads=1 keys=2 head_dim=250");
+    c.dtype = dtype;
+    const Reference expected = reference(AttentionData(c).host_problem());
+    const Result good = perfect(expected, dtype);
+    CHECK(passes(good, expected, dtype));
+    for (const std::int64_t at : {0, 777'777, 999'999}) {
+      Result bad = good;
+      set_output(bad, at, expected.output[static_cast<std::size_t>(at)] + (dtype == DataType::float32 ? 1e-5 : 0.05));
+      CHECK_FALSE(passes(bad, expected, dtype));
+      CHECK(first_bit_difference(bad, expected, dtype) != "");
+    }
+    Result bad = good;
+    bad.lse[3999] += 1e-4f;
+    CHECK_FALSE(passes(bad, expected, dtype));
+  }
 }
 
 TEST_CASE("A53: the reference is double, and a result of TF32 fails against it") {
@@ -113,6 +123,32 @@ TEST_CASE("A53: the reference is double, and a result of TF32 fails against it")
   const double weight = 1 / (1 + std::exp(-4 * fine));
   CHECK(std::fabs(expected.output[0] - weight * fine) < 1e-15);
   CHECK(std::fabs(expected.lse[0] - std::log(1 + std::exp(4 * fine))) < 1e-14);
+  CHECK_FALSE(passes(perfect(reference(coarse.host_problem()), DataType::float32), expected, DataType::float32));
+}
+
+TEST_CASE("A53: inputs rounded to TF32 fail the comparison") {
+  const auto to_tf32 = [](double x) { // 11 bits in all, ties away from 0: what the tensor cores are given
+    int exponent = 0;
+    const double fraction = std::frexp(x, &exponent);
+    return std::ldexp(std::round(std::ldexp(fraction, 11)), exponent - 11);
+  };
+  AttentionData data(parse_case("query_heads=1 keys=100 head_dim=64 scale=0.125"));
+  AttentionData coarse(data.attention_case());
+  Random random(1);
+  const auto set_both = [&](const auto& set) {
+    const double x = rounded(DataType::float32, random.uniform(-1, 1));
+    set(data, x);
+    set(coarse, to_tf32(x));
+  };
+  for (std::int64_t d = 0; d < 64; ++d) {
+    set_both([d](AttentionData& each, double x) { each.set_query(0, 0, d, x); });
+    for (std::int64_t n = 0; n < 100; ++n) {
+      set_both([d, n](AttentionData& each, double x) { each.set_key(0, 0, n, d, x); });
+      set_both([d, n](AttentionData& each, double x) { each.set_value(0, 0, n, d, x); });
+    }
+  }
+  const Reference expected = reference(data.host_problem());
+  CHECK(passes(perfect(expected, DataType::float32), expected, DataType::float32));
   CHECK_FALSE(passes(perfect(reference(coarse.host_problem()), DataType::float32), expected, DataType::float32));
 }
 
@@ -150,6 +186,12 @@ TEST_CASE("Bits that differ are found where the answer is exact") {
   CHECK(first_bit_difference(result, expected, DataType::float32) == "");
   const double value = decode(DataType::float32, result.output.data(), 4);
   set_output(result, 4, std::nextafter(static_cast<float>(value), 2.0f));
+  CHECK(first_bit_difference(result, expected, DataType::float32) != "");
+  set_output(result, 4, NAN);
+  CHECK(first_bit_difference(result, expected, DataType::float32) != "");
+  CHECK(first_bit_difference(perfect(expected, DataType::float16), expected, DataType::float32) != "");
+  result = perfect(expected, DataType::float32);
+  result.output.resize(result.output.size() - 4);
   CHECK(first_bit_difference(result, expected, DataType::float32) != "");
 }
 

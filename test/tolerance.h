@@ -160,6 +160,10 @@ inline Comparison compare(const Result& result, const Reference& expected, DataT
 
 // The result in the bits it has to have: for data whose answer is exact.
 inline std::string first_bit_difference(const Result& result, const Reference& expected, DataType dtype) {
+  if (result.dtype != dtype || result.rows != expected.rows || result.head_dim != expected.head_dim ||
+      result.output.size() != expected.output.size() * static_cast<std::size_t>(format_of(dtype).bytes)) {
+    return "the result's dtype or shape differs from the reference's";
+  }
   for (std::size_t at = 0; at < expected.output.size(); ++at) {
     const double wanted = rounded(dtype, expected.output[at]);
     const double actual = decode(dtype, result.output.data(), static_cast<std::int64_t>(at));

@@ -67,8 +67,9 @@ inline bool same_rows(const Result& a, std::int64_t row_a, const Result& b, std:
   const std::int64_t row_bytes = a.head_dim * format_of(a.dtype).bytes;
   const bool outputs = std::equal(a.output.begin() + row_a * row_bytes, a.output.begin() + (row_a + count) * row_bytes,
                                   b.output.begin() + row_b * row_bytes);
-  return outputs &&
-         std::memcmp(a.lse.data() + row_a, b.lse.data() + row_b, static_cast<std::size_t>(count) * sizeof(float)) == 0;
+  const bool lses = std::equal(a.lse.begin() + row_a, a.lse.begin() + row_a + count, b.lse.begin() + row_b,
+                               [](float x, float y) { return std::memcmp(&x, &y, sizeof(x)) == 0; });
+  return outputs && lses;
 }
 
 // Row b of the data by itself, in dense tensors that hold its valid keys and nothing else, has to give the same bits.

@@ -3,8 +3,8 @@
 //     out = softmax(scale * q K^T) V        (the decode step of a transformer)
 //
 // This header is the whole raw interface: plain pointers, sizes and strides in, results out. Strides count elements,
-// not bytes; the last axis (head_dim) of every tensor is contiguous. The library never allocates, synchronises, prints
-// or exits; all scratch memory is the caller's.
+// not bytes, and are not negative; that of an axis of one index may be any size. The last axis (head_dim) of every
+// tensor is contiguous. The library never allocates, synchronises, prints or exits; all scratch memory is the caller's.
 //
 // Every function throws single_query::Error and nothing else. An argument is refused before anything is launched or
 // written, with a message that names the argument, the value it had and what is allowed.

@@ -126,7 +126,7 @@ int fuzz(const Options& options) {
     if (now - last_report > std::chrono::seconds(5)) {
       last_report = now;
       const double seconds = std::chrono::duration<double>(now - start).count();
-      std::fprintf(stderr, "%lld of %lld, %.0f a second, %lld failed\n", static_cast<long long>(i + 1),
+      std::fprintf(stderr, "%lld of %lld, %.0f a second, %lld failed\n", static_cast<long long>(i) + 1,
                    static_cast<long long>(count), static_cast<double>(i + 1) / seconds,
                    static_cast<long long>(failures));
     }

@@ -114,6 +114,7 @@ std::vector<std::pair<std::uintptr_t, std::uintptr_t>> TensorArgument::runs() co
   }
   std::sort(starts.begin(), starts.end());
   std::vector<std::pair<std::uintptr_t, std::uintptr_t>> result;
+  result.reserve(starts.size());
   for (const std::uintptr_t from : starts) {
     result.emplace_back(from, from + static_cast<std::uintptr_t>(run * bytes));
   }

@@ -119,9 +119,10 @@ std::int64_t random_strides(Random& random, std::int64_t run,
     std::swap(axes[random.bits() % axes.size()], axes.back());
   }
   std::int64_t span = run + (random.chance(0.2) ? random.integer(0, 9) : 0);
-  for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
-    *axis->second = any ? random.integer(0, 2 * span) : span;
-    span += std::max<std::int64_t>(axis->first - 1, 0) * *axis->second;
+  std::reverse(axes.begin(), axes.end());
+  for (const auto& [size, stride] : axes) {
+    *stride = any ? random.integer(0, 2 * span) : span;
+    span += std::max<std::int64_t>(size - 1, 0) * *stride;
   }
   return span;
 }

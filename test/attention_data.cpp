@@ -50,8 +50,8 @@ void AttentionData::lay_out() {
       (c.page_size > 0 && c.lengths.order.empty())) {
     throw std::invalid_argument("a case that is no problem: " + to_line(c));
   }
-  const auto make = [&](Tensor tensor, const Layout& layout, std::map<char, std::int64_t> sizes, std::int64_t row,
-                        int element_bytes) {
+  const auto make = [&](Tensor tensor, const Layout& layout, const std::map<char, std::int64_t>& sizes,
+                        std::int64_t row, int element_bytes) {
     if (layout.order.empty()) {
       return Plan();
     }

@@ -10,7 +10,8 @@
 #include "check_case.h"
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
+#include <cstdint>
 #include <string>
 
 #define SINGLE_QUERY_TEST_BODIES(claim, body)                                                                          \
@@ -67,8 +68,9 @@ inline bool same_rows(const Result& a, std::int64_t row_a, const Result& b, std:
   const std::int64_t row_bytes = a.head_dim * format_of(a.dtype).bytes;
   const bool outputs = std::equal(a.output.begin() + row_a * row_bytes, a.output.begin() + (row_a + count) * row_bytes,
                                   b.output.begin() + row_b * row_bytes);
-  const bool lses = std::equal(a.lse.begin() + row_a, a.lse.begin() + row_a + count, b.lse.begin() + row_b,
-                               [](float x, float y) { return std::memcmp(&x, &y, sizeof(x)) == 0; });
+  const bool lses =
+      std::equal(a.lse.begin() + row_a, a.lse.begin() + row_a + count, b.lse.begin() + row_b,
+                 [](float x, float y) { return std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(y); });
   return outputs && lses;
 }
 

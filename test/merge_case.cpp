@@ -15,8 +15,8 @@ MergeData::MergeData(const MergeCase& merge_case) : case_(merge_case) {
   layout_.batch = c.batch;
   layout_.heads = c.heads;
   layout_.head_dim = c.head_dim;
-  const auto make = [&](Tensor tensor, const Layout& layout, std::map<char, std::int64_t> sizes, std::int64_t row,
-                        int element_bytes) {
+  const auto make = [&](Tensor tensor, const Layout& layout, const std::map<char, std::int64_t>& sizes,
+                        std::int64_t row, int element_bytes) {
     if (layout.order.empty()) {
       return std::map<char, std::int64_t>();
     }

@@ -16,7 +16,7 @@ struct InstructionSet {
 std::vector<InstructionSet> instruction_sets() {
   std::vector<InstructionSet> sets = {{"baseline", &baseline_host_kernels}};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     sets.push_back({"avx2", &avx2_host_kernels});
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

@@ -84,22 +84,28 @@ struct SingleStepKernel {
   const void* function; // null: not for this problem
   int warps;
   int cluster_size;
+  bool general;
 };
 
 template <class Shape>
 SingleStepKernel single_step_kernel() {
-  return {reinterpret_cast<const void*>(&simt_single_step<Shape>), Shape::warps, Shape::cluster_size};
+  return {reinterpret_cast<const void*>(&simt_single_step<Shape>), Shape::warps, Shape::cluster_size, Shape::general};
 }
 
+// general: with what only the general variant knows, which comes in one shape.
 template <typename Scalar, int vectors>
-SingleStepKernel select_single_step(std::uint32_t keys, std::int64_t rows, const DeviceTraits& device) {
-  using Block = SingleStepShape<Scalar, vectors, 8, 2, 1>;
+SingleStepKernel select_single_step(bool general, std::uint32_t keys, std::int64_t rows, const DeviceTraits& device) {
+  using SmallBlock = SingleStepShape<Scalar, vectors, 8, 2, 1>;
+  using Block = SingleStepShape<Scalar, vectors, 8, 4, 1>;
+  using GeneralBlock = SingleStepShape<Scalar, vectors, 8, 4, 1, true>;
   using SmallCluster = SingleStepShape<Scalar, vectors, 4, 2, 8>;
   using LargeCluster = SingleStepShape<Scalar, vectors, 8, 4, 8>;
   if (keys <= Block::most_keys) {
-    return single_step_kernel<Block>();
+    return general                         ? single_step_kernel<GeneralBlock>()
+           : keys <= SmallBlock::most_keys ? single_step_kernel<SmallBlock>()
+                                           : single_step_kernel<Block>();
   }
-  if (!device.has_clusters || rows * SmallCluster::cluster_size > device.multiprocessors ||
+  if (general || !device.has_clusters || rows * SmallCluster::cluster_size > device.multiprocessors ||
       keys > LargeCluster::most_keys) {
     return {};
   }
@@ -107,30 +113,33 @@ SingleStepKernel select_single_step(std::uint32_t keys, std::int64_t rows, const
 }
 
 template <typename Scalar>
-SingleStepKernel select_single_step(std::int64_t head_dim, std::uint32_t keys, std::int64_t rows,
+SingleStepKernel select_single_step(std::int64_t head_dim, bool general, std::uint32_t keys, std::int64_t rows,
                                     const DeviceTraits& device) {
-  return head_dim <= 32    ? select_single_step<Scalar, 1>(keys, rows, device)
-         : head_dim <= 64  ? select_single_step<Scalar, 2>(keys, rows, device)
-         : head_dim <= 128 ? select_single_step<Scalar, 4>(keys, rows, device)
-                           : SingleStepKernel{};
+  return head_dim <= 32   ? select_single_step<Scalar, 1>(general, keys, rows, device)
+         : head_dim <= 64 ? select_single_step<Scalar, 2>(general, keys, rows, device)
+                          : select_single_step<Scalar, 4>(general, keys, rows, device);
 }
 
-// For problems that select_kernel's would serve with their plain path.
-SingleStepKernel select_single_step(const KernelArguments& args, std::int64_t rows, const DeviceTraits& device) {
+// Instead of select_kernel's, for few keys of one query head per key/value head.
+SingleStepKernel select_single_step(const KernelArguments& args, const DeviceTraits& device) {
   const AttentionProblem& problem = args.problem;
-  const std::int64_t stride = std::max(problem.key_stride_slot, problem.value_stride_slot);
-  const std::uint32_t keys = args.uniform.keys.end - args.uniform.keys.begin;
-  constexpr std::int64_t most_stride = 1 << 18; // so that the offsets of rows, in bytes, fit into 32 bits
-  if (args.group != 1 || keys == 0 || stride > most_stride) {
+  if (args.group != 1 || problem.head_dim > 128 || problem.split_size > 0 ||
+      std::max(problem.batch, problem.kv_heads) > 65535) { // of a grid
     return {};
   }
+  const std::int64_t rows = problem.batch * problem.kv_heads;
+  const std::uint32_t keys = args.uniform.keys.end - args.uniform.keys.begin; // at most
+  const std::int64_t stride = std::max(problem.key_stride_slot, problem.value_stride_slot);
+  constexpr std::int64_t most_stride = 1 << 18; // so that the offsets of rows, in bytes, fit into 32 bits
+  const bool general = args.modified || problem.lengths != nullptr || keys == 0 || stride > most_stride ||
+                       std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) < 16;
   switch (problem.dtype) {
   case DataType::float16:
-    return select_single_step<__half>(problem.head_dim, keys, rows, device);
+    return select_single_step<__half>(problem.head_dim, general, keys, rows, device);
   case DataType::bfloat16:
-    return select_single_step<__nv_bfloat16>(problem.head_dim, keys, rows, device);
+    return select_single_step<__nv_bfloat16>(problem.head_dim, general, keys, rows, device);
   default:
-    return select_single_step<float>(problem.head_dim, keys, rows, device);
+    return select_single_step<float>(problem.head_dim, general, keys, rows, device);
   }
 }
 
@@ -183,11 +192,9 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   const bool little = !split.walk && !args.modified && args.query_copy_bytes == 16 && args.key_copy_bytes == 16 &&
                       args.value_copy_bytes == 16;
   plan.path = !little ? Path::general : problem.lengths == nullptr ? Path::plain : Path::row;
-  if (plan.path == Path::plain) {
-    plan.single_step = select_single_step(args, rows, device.traits);
-    if (plan.single_step.function != nullptr) {
-      return plan;
-    }
+  plan.single_step = select_single_step(args, device.traits);
+  if (plan.single_step.function != nullptr) {
+    return plan;
   }
   const std::uint64_t slots =
       !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
@@ -198,9 +205,10 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   return plan;
 }
 
-void launch_single_step(const SingleStepKernel& kernel, const AttentionProblem& problem, KeyRange keys,
-                        cudaStream_t stream) {
-  SingleStepArguments args{};
+void launch_single_step(const SingleStepKernel& kernel, const KernelArguments& general, cudaStream_t stream) {
+  const AttentionProblem& problem = general.problem;
+  const KeyRange keys = general.uniform.keys;
+  GeneralStepArguments args{};
   const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2; // bytes
   args.query = problem.query;
   args.key = static_cast<const char*>(problem.key) + keys.begin * problem.key_stride_slot * element;
@@ -224,11 +232,18 @@ void launch_single_step(const SingleStepKernel& kernel, const AttentionProblem& 
   args.lse_stride_head = problem.lse_stride_head;
   args.sinks = problem.sinks;
   args.sinks_stride = problem.sinks_stride;
+  if (kernel.general) {
+    const int vector_bytes = static_cast<int>(4 * element);
+    args.problem = problem;
+    args.query_vectors = general.query_copy_bytes >= vector_bytes;
+    args.key_vectors = general.key_copy_bytes >= vector_bytes;
+    args.value_vectors = general.value_copy_bytes >= vector_bytes;
+  }
   launch({kernel.function,
           dim3(static_cast<unsigned>(kernel.cluster_size), static_cast<unsigned>(problem.kv_heads),
                static_cast<unsigned>(problem.batch)),
           static_cast<unsigned>(kernel.warps * 32), 0, kernel.cluster_size, stream},
-         &args);
+         &args); // the others begin with the same members
 }
 
 std::size_t workspace_bytes(const Plan& plan) {
@@ -294,7 +309,7 @@ void attention(const AttentionProblem& problem, void* workspace, std::size_t byt
   Plan plan = make_plan(problem, device);
   validate_workspace(workspace, bytes, workspace_bytes(plan), 256);
   if (plan.single_step.function != nullptr) {
-    launch_single_step(plan.single_step, problem, plan.arguments.uniform.keys, stream);
+    launch_single_step(plan.single_step, plan.arguments, stream);
     return;
   }
   KernelArguments& args = plan.arguments;

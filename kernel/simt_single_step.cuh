@@ -1,18 +1,22 @@
-// The SIMT kernel body where every warp has one step at most: one query head per key/value head, a contiguous cache of
-// few keys, nothing but scaled dot products. Such a problem takes about as long as its instructions take to arrive, so
-// there is no loop, and the shape of the block is known at compile time.
+// The SIMT kernel body where every warp has one step at most: one query head per key/value head and few keys, of every
+// dtype. Such a problem takes about as long as its chain of instructions, so there is no loop, and the shape of the
+// block is known at compile time. Lengths, pages, masks and rows of any alignment are for the general variant, which
+// does the same arithmetic in the same order: the bits of a row do not depend on how its keys were given.
 //
 // Eight lanes share a key, as in simt_attention.cuh. A warp refers its weights to its largest score and spreads its
 // state over its lanes; then a block, or the block of the cluster that owns a slice of the output, folds the warps.
 #pragma once
 
+#include "mask.h"
 #include "merge_partials.cuh"
+#include "score.h"
 
 namespace single_query {
 
-template <typename Scalar_, int vectors_, int warps_, int rows_, int cluster_size_>
+template <typename Scalar_, int vectors_, int warps_, int rows_, int cluster_size_, bool general_ = false>
 struct SingleStepShape {
   using Scalar = Scalar_;
+  static constexpr bool general = general_;
   static constexpr int vectors = vectors_; // of four dims a lane
   static constexpr int warps = warps_;     // of a block
   static constexpr int rows = rows_;       // keys of a lane
@@ -46,6 +50,15 @@ struct SingleStepArguments {
   std::int64_t sinks_stride;
 };
 
+// What only the general variant looks at.
+struct GeneralStepArguments : SingleStepArguments {
+  AttentionProblem problem;
+  bool query_vectors, key_vectors, value_vectors; // four elements can be loaded at once
+};
+
+template <class Shape>
+using StepArguments = std::conditional_t<Shape::general, GeneralStepArguments, SingleStepArguments>;
+
 template <typename Scalar>
 __device__ __forceinline__ const char* row_of_grid(const void* tensor, std::int64_t stride_batch,
                                                    std::int64_t stride_head) {
@@ -66,6 +79,77 @@ __device__ __forceinline__ Four<Scalar> load_four(const char* from) {
   memcpy(&four, &bits, sizeof(four));
   return four;
 }
+
+// The same from element `dim` of a row on, of any alignment: zeros past head_dim.
+template <typename Scalar>
+__device__ __forceinline__ Four<Scalar> load_four(const Scalar* row, int dim, int head_dim, bool vectors) {
+  if (vectors && dim < head_dim) {
+    return load_four<Scalar>(reinterpret_cast<const char*>(row + dim));
+  }
+  Four<Scalar> four;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    four.x[i] = !vectors && dim + i < head_dim ? __ldg(row + dim + i) : from_float<Scalar>(0.0f);
+  }
+  return four;
+}
+
+// A lane's keys of a step: their elements, and what becomes of their scores.
+template <class Shape>
+struct StepRows {
+  using Vectors = Four<typename Shape::Scalar>[Shape::rows][Shape::vectors];
+  Vectors keys, values;
+  bool in_range[Shape::rows]; // takes part; else none of its elements may be looked at
+  // Of the general variant: what the mask adds, n - (length - 1), and whether the key's page does not exist.
+  float mask[Shape::rows], distance[Shape::rows];
+  bool missing[Shape::rows];
+
+  static __device__ __forceinline__ std::uint32_t key_of(int r, unsigned source) {
+    return (r * Shape::sources + source) * 4 + threadIdx.x % 32 / 8;
+  }
+  static __device__ __forceinline__ int dim_of(int v) { return static_cast<int>(threadIdx.x % 8) * 4 + v * 32; }
+
+  __device__ __forceinline__ void load_general(const GeneralStepArguments& args) {
+    const AttentionProblem& problem = args.problem;
+    const std::uint32_t length = row_length(problem, blockIdx.z);
+    const KeyRange range = attended_keys(problem, length);
+    const int head_dim = static_cast<int>(args.head_dim);
+    const auto load = [&](Four<typename Shape::Scalar>(&row)[Shape::vectors], const void* cache, std::int64_t offset,
+                          bool exists, bool vectors) {
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        row[v] = load_four(static_cast<const typename Shape::Scalar*>(cache) + offset, dim_of(v), exists ? head_dim : 0,
+                           vectors);
+      }
+    };
+#pragma unroll
+    for (int r = 0; r < Shape::rows; ++r) {
+      const std::uint32_t key = range.begin + key_of(r, threadIdx.x / 32);
+      in_range[r] = key < range.end;
+      distance[r] = static_cast<float>(static_cast<int>(key - (length - 1)));
+      mask[r] = in_range[r] ? mask_value(problem, blockIdx.z, blockIdx.y, key) : 0.0f;
+      in_range[r] = in_range[r] && mask[r] != negative_infinity;
+      const KeySlot slot = in_range[r] ? key_slot(problem, blockIdx.z, key) : KeySlot{-1, 0};
+      const bool exists = page_exists(problem, slot.page);
+      missing[r] = in_range[r] && !exists;
+      load(keys[r], problem.key,
+           slot.page * problem.key_stride_page + blockIdx.y * problem.key_stride_head +
+               slot.slot * problem.key_stride_slot,
+           exists, args.key_vectors);
+      load(values[r], problem.value,
+           slot.page * problem.value_stride_page + blockIdx.y * problem.value_stride_head +
+               slot.slot * problem.value_stride_slot,
+           exists, args.value_vectors);
+    }
+  }
+
+  __device__ __forceinline__ float score(const GeneralStepArguments& args, int r, float dot) const {
+    const AttentionProblem& problem = args.problem;
+    const float slope = alibi_slope(problem, blockIdx.z, blockIdx.y);
+    const float score = modified_score({args.scale, problem.softcap, slope}, dot, distance[r], mask[r]);
+    return missing[r] ? __int_as_float(0x7fffffff) : score;
+  }
+};
 
 // values[source * stride] and states[source] of this lane's sources, then of all lanes that share a dim.
 template <class Shape>
@@ -114,7 +198,7 @@ __device__ __forceinline__ void write_dim(const SingleStepArguments& args, Softm
 // grid = (cluster_size, heads, batch)
 template <class Shape>
 __global__ void __launch_bounds__(Shape::warps * 32)
-    simt_single_step(const __grid_constant__ SingleStepArguments args) {
+    simt_single_step(const __grid_constant__ StepArguments<Shape> args) {
   using Scalar = typename Shape::Scalar;
   constexpr unsigned all = 0xffffffffu;
   constexpr int vectors = Shape::vectors, rows = Shape::rows, warps = Shape::warps, slice = Shape::slice;
@@ -123,43 +207,54 @@ __global__ void __launch_bounds__(Shape::warps * 32)
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
   const unsigned source = blockIdx.x * warps + warp;
-  // Rows past the end are read as the last one, dims past the end as the first ones; neither is used.
-  std::uint32_t dim_bytes[vectors];
+  StepRows<Shape> step;
+  Four<Scalar> queries[vectors];
   bool dim_exists[vectors];
 #pragma unroll
   for (int v = 0; v < vectors; ++v) {
-    const std::uint32_t dim = lane % 8 * 4 + v * 32;
-    dim_exists[v] = dim < args.head_dim;
-    dim_bytes[v] = dim_exists[v] ? dim * static_cast<std::uint32_t>(sizeof(Scalar)) : 0;
+    dim_exists[v] = step.dim_of(v) < static_cast<int>(args.head_dim);
   }
-  bool in_range[rows];
-  std::uint32_t row[rows];
-#pragma unroll
-  for (int r = 0; r < rows; ++r) {
-    const std::uint32_t key = (r * Shape::sources + source) * 4 + lane / 8;
-    in_range[r] = key < args.keys;
-    row[r] = min(key, args.keys - 1);
-  }
-  Four<Scalar> keys[rows][vectors], queries[vectors], values[rows][vectors];
-  const char* const key_rows = row_of_grid<Scalar>(args.key, args.key_stride_batch, args.key_stride_head);
   const char* const query_row = row_of_grid<Scalar>(args.query, args.query_stride_batch, args.query_stride_head);
-  const char* const value_rows = row_of_grid<Scalar>(args.value, args.value_stride_batch, args.value_stride_head);
-#pragma unroll
-  for (int r = 0; r < rows; ++r) {
+  if constexpr (Shape::general) {
 #pragma unroll
     for (int v = 0; v < vectors; ++v) {
-      keys[r][v] = load_four<Scalar>(key_rows + (row[r] * args.key_row_bytes + dim_bytes[v]));
+      queries[v] = load_four(reinterpret_cast<const Scalar*>(query_row), step.dim_of(v),
+                             static_cast<int>(args.head_dim), args.query_vectors);
     }
-  }
-#pragma unroll
-  for (int v = 0; v < vectors; ++v) {
-    queries[v] = load_four<Scalar>(query_row + dim_bytes[v]);
-  }
-#pragma unroll
-  for (int r = 0; r < rows; ++r) {
+    step.load_general(args);
+  } else {
+    // Rows past the end are read as the last one, dims past the end as the first ones; neither is used.
+    std::uint32_t dim_bytes[vectors];
 #pragma unroll
     for (int v = 0; v < vectors; ++v) {
-      values[r][v] = load_four<Scalar>(value_rows + (row[r] * args.value_row_bytes + dim_bytes[v]));
+      dim_bytes[v] = dim_exists[v] ? step.dim_of(v) * static_cast<std::uint32_t>(sizeof(Scalar)) : 0;
+    }
+    std::uint32_t row[rows];
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const std::uint32_t key = step.key_of(r, source);
+      step.in_range[r] = key < args.keys;
+      row[r] = min(key, args.keys - 1);
+    }
+    const char* const key_rows = row_of_grid<Scalar>(args.key, args.key_stride_batch, args.key_stride_head);
+    const char* const value_rows = row_of_grid<Scalar>(args.value, args.value_stride_batch, args.value_stride_head);
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) {
+        step.keys[r][v] = load_four<Scalar>(key_rows + (row[r] * args.key_row_bytes + dim_bytes[v]));
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+      queries[v] = load_four<Scalar>(query_row + dim_bytes[v]);
+    }
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) {
+        step.values[r][v] = load_four<Scalar>(value_rows + (row[r] * args.value_row_bytes + dim_bytes[v]));
+      }
     }
   }
   __syncwarp(); // keeps the loads above what follows
@@ -180,7 +275,7 @@ __global__ void __launch_bounds__(Shape::warps * 32)
       float more = sum;
 #pragma unroll
       for (int i = 3; i >= 0; --i) {
-        more = fmaf(to_float(keys[r][v].x[i]), to_float(queries[v].x[i]), more);
+        more = fmaf(to_float(step.keys[r][v].x[i]), to_float(queries[v].x[i]), more);
       }
       sum = dim_exists[v] ? more : sum;
     }
@@ -188,7 +283,11 @@ __global__ void __launch_bounds__(Shape::warps * 32)
     for (int offset = 4; offset > 0; offset /= 2) {
       sum += __shfl_xor_sync(all, sum, offset);
     }
-    scores[r] = in_range[r] ? sum * args.scale : negative_infinity;
+    float score = sum * args.scale;
+    if constexpr (Shape::general) {
+      score = step.score(args, r, sum);
+    }
+    scores[r] = step.in_range[r] ? score : negative_infinity;
     max_score = fmaxf(max_score, scores[r]);
   }
   max_score = fmaxf(max_score, __shfl_xor_sync(all, max_score, 8));
@@ -203,8 +302,8 @@ __global__ void __launch_bounds__(Shape::warps * 32)
     for (int v = 0; v < vectors; ++v) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float more = fmaf(weight * wide_value_scale, to_float(values[r][v].x[i]), output[4 * v + i]);
-        output[4 * v + i] = in_range[r] ? more : output[4 * v + i];
+        const float more = fmaf(weight * wide_value_scale, to_float(step.values[r][v].x[i]), output[4 * v + i]);
+        output[4 * v + i] = step.in_range[r] ? more : output[4 * v + i];
       }
     }
   }

@@ -74,8 +74,13 @@ struct SoftmaxState {
     }
   }
 
-  // A sink is a score without a value.
+  // A sink is a score without a value. A row whose keys all have a score of -inf has no key: its values do not count.
   SINGLE_QUERY_HOST_DEVICE void merge_sink(float sink) {
+    if (sum_exp == 0) {
+      for (int i = 0; i < Size; ++i) {
+        values[i] = 0;
+      }
+    }
     SoftmaxState state;
     state.max_score = sink;
     state.sum_exp = sink == negative_infinity ? 0.0f : 1.0f;

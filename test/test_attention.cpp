@@ -128,6 +128,39 @@ TEST_ON_EACH_DEVICE("Every layout agrees with double") {
   sweep.finish();
 }
 
+TEST_ON_EACH_DEVICE("Few keys of one query head per key/value head agree with double") {
+  Sweep sweep(device);
+  for (const char* dtype : {"float32", "float16", "bfloat16"}) {
+    for (const char* head_dim : {"8", "32", "40", "64", "96", "128", "136"}) {
+      for (const char* keys : {"1", "63", "64", "65", "255", "256", "257", "1023", "1024", "1025"}) {
+        for (const char* rows : {"batch=1 query_heads=1 kv_heads=1 ", "batch=2 query_heads=8 kv_heads=8 key=bsh ",
+                                 "batch=17 query_heads=1 kv_heads=1 sinks=h window=60 value=bsh+8 "}) {
+          sweep.add(parse_case("dtype=" + std::string(dtype) + " key_magnitude=4 scale=0.2 head_dim=" + head_dim +
+                               " keys=" + keys + " " + rows));
+        }
+      }
+    }
+  }
+  sweep.finish();
+}
+
+TEST_ON_EACH_DEVICE("Rows of every alignment agree with double") {
+  Sweep sweep(device);
+  for (const char* dtype : {"float32", "float16", "bfloat16"}) {
+    for (const char* head_dim :
+         {"1", "3", "4", "6", "12", "63", "64", "90", "100", "127", "128", "129", "255", "256"}) {
+      for (const char* layout :
+           {"key=bsh@1 value=bsh", "key=bhs+1@1 value=bhs+1", "key=bsh value=bsh+2@2 query=bh@1",
+            "key=bhs+4@4 value=bhs+3", "query=bh+1@3", "key=bsh@1 value=bsh@1 lengths=b page_table=bp page_size=16",
+            "key=bhs+1 value=bhs@2 lengths=b page_table=bp page_size=7", "key=bsh+1 value=bsh@1 window=41"}) {
+        sweep.add(parse_case("batch=2 query_heads=6 kv_heads=2 keys=117 scale=0.15 key_magnitude=4 dtype=" +
+                             std::string(dtype) + " head_dim=" + head_dim + " " + layout));
+      }
+    }
+  }
+  sweep.finish();
+}
+
 TEST_ON_EACH_DEVICE("One key and value for all slots agrees with double") {
   // Sums of equal terms round the same way every time: within the bounds, but not random as the gate T2 has it.
   for (const DataType dtype : dtypes) {

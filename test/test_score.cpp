@@ -37,6 +37,13 @@ TEST_CASE("Softcap bounds the score and leaves a small one nearly alone") {
   CHECK(modified_score(capped, -negative_infinity, 0, 0) == 50);
 }
 
+TEST_CASE("Softcaps at the ends of the range neither overflow nor vanish") {
+  CHECK(near(modified_score({1, 1e38f, 0}, 3, 0, 0), 3));
+  CHECK(near(modified_score({1, 3e38f, 0}, -0.5f, 0, 0), -0.5));
+  CHECK(modified_score({1, 1e-40f, 0}, 0, 0, 0) == 0);
+  CHECK(modified_score({1, 1e-40f, 0}, 2, 0, 0) == 1e-40f);
+}
+
 TEST_CASE("The scale comes before softcap, softcap before ALiBi, ALiBi before the mask") {
   const ScoreModifiers all{0.5f, 2, 0.25f};
   const double expected = 2 * std::tanh(0.5 * 6 / 2) + 0.25 * -8 + 100;

@@ -184,6 +184,28 @@ TEST_ON_EACH_DEVICE("An added NaN shows in its own row, an added infinity as a N
   }
 }
 
+TEST_ON_EACH_DEVICE("Keys whose scores are all -inf count as none, beside a sink too") {
+  for (const std::string& dtype : dtypes) {
+    for (const char* sinks : {"", " sinks=h"}) {
+      for (const char* shape : {"head_dim=8 query_heads=1", "head_dim=8 query_heads=2", "head_dim=136 query_heads=9"}) {
+        AttentionData data(parse_case(dtype + shape + " keys=20 scale=1" + sinks));
+        const AttentionCase& c = data.attention_case();
+        for (std::int64_t d = 0; d < c.head_dim; ++d) {
+          for (std::int64_t h = 0; h < c.query_heads; ++h) {
+            data.set_query(0, h, d, 1);
+          }
+          for (std::int64_t n = 0; n < c.keys; ++n) {
+            data.set_key(0, 0, n, d, d == 0 ? -INFINITY : 1);
+            data.set_value(0, 0, n, d, d % 2 == 0 ? NAN : INFINITY);
+          }
+        }
+        expect_pass(data, device);
+        CHECK(output_at(run(data, device), 0, 0) == 0);
+      }
+    }
+  }
+}
+
 TEST_ON_EACH_DEVICE("A sink of NaN or infinity makes its head's rows NaN, one of -inf does nothing") {
   AttentionData data(parse_case("batch=2 query_heads=3 keys=20 head_dim=8 sinks=h"));
   data.set_sink(0, NAN);

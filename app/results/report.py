@@ -252,10 +252,11 @@ def sweep_section(path):
     keys_plot(problems, device, floor, picture)
     points = cliffs(problems, floor)
     over = [point for point in points if point[0] > CLIFF]
+    axes = dict.fromkeys(axis for _, _, axis in points)
     text = (f"![Time against keys](app/results/{picture.name})\n\n"
-            f"The sweep varies keys, head_dim, group and batch one at a time. Each point's time over that of a plain read "
-            f"of the same bytes, against the median of its neighbours: more than {CLIFF} times as much in {len(over)} of "
-            f"{len(points)} comparisons.")
+            f"Points that differ in {', '.join(axes)} alone: each one's time over that of a plain read of the same bytes, "
+            f"against the median of its neighbours, is more than {CLIFF} times as much in {len(over)} of {len(points)} "
+            f"comparisons.")
     worst = over[:12] or points[:1]
     if worst:
         text += " The worst: " + "; ".join(f"{problem.dtype} {problem.shape}: {ratio:.2f} along {axis}"

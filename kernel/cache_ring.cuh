@@ -29,7 +29,6 @@ struct CacheRing {
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
 // Sequence per step: copy_keys(stage), copy_values(stage), advance().
-//
 template <int padded_dim, Path path>
 class CacheReader {
   static constexpr bool may_page = path != Path::plain;

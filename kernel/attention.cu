@@ -26,15 +26,23 @@ template <class Shape>
 std::atomic<std::uint64_t> prepared_devices[3];
 
 template <class Shape>
-Kernel tensor_core_kernel() {
+Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   constexpr bool wide = Shape::padded_dim == 256;
-  constexpr int most_warps = wide || Shape::head_blocks > 1 ? 4 : 8; // what fits into shared memory
+  const int room = (device.shared_bytes - 1024) / (Shape::Ring::warp_bytes + Shape::staging_bytes);
+  const int most_warps = static_cast<int>(power_of_two_at_most(static_cast<std::uint32_t>(std::clamp(room, 1, 8))));
+  // Warps that share their keys, so that the cache is read once. Keys that a mask excludes for some heads only are
+  // taken out of a tile of values, which is then one warp's own.
+  const int tiles = (args.group + Shape::tile_heads - 1) / Shape::tile_heads;
+  const int team = !Shape::teams || args.problem.attn_mask != nullptr || tiles == 1
+                       ? 1
+                       : std::min(most_warps, 2 << log2_floor(static_cast<std::uint32_t>(tiles - 1)));
+  const int small_warps = team > 1 ? most_warps : std::min(most_warps, 4);
   // The large shapes have more to do than to fetch instructions, and take long to compile.
   constexpr Path row = wide || Shape::head_blocks > 1 ? Path::general : Path::row;
   return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
-          {step_keys, wide ? 4 : 8, 1, most_warps, 32, true},
+          {step_keys, team, small_warps, wide || team > 1 ? 1 : 2, small_warps, most_warps, team > 1 ? 16u : 32u, true},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -45,7 +53,7 @@ template <class Shape>
 Kernel simt_kernel() {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
   return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general},
-          {Shape::step_keys, 8, 2, 8, Shape::step_keys, false},
+          {Shape::step_keys, 1, 8, 2, 4, 8, Shape::step_keys, false},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -53,7 +61,7 @@ Kernel simt_kernel() {
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others.
-Kernel select_kernel(const KernelArguments& args) {
+Kernel select_kernel(const KernelArguments& args, const Device& device) {
   const AttentionProblem& problem = args.problem;
   const int group = args.group;
   // Rows that are aligned to single elements only are copied from an element before their begin, see copy_rows_by().
@@ -72,12 +80,14 @@ Kernel select_kernel(const KernelArguments& args) {
     return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>() : simt_kernel<SimtShape<32, 2, 8>>();
   }
   if (head_dim <= 64) {
-    return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>() : tensor_core_kernel<TensorCoreShape<64, 2>>();
+    return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)
+                      : tensor_core_kernel<TensorCoreShape<64, 2>>(args, device);
   }
   if (head_dim <= 128) {
-    return group <= 8 ? tensor_core_kernel<TensorCoreShape<128, 1>>() : tensor_core_kernel<TensorCoreShape<128, 2>>();
+    return group <= 8 ? tensor_core_kernel<TensorCoreShape<128, 1>>(args, device)
+                      : tensor_core_kernel<TensorCoreShape<128, 2>>(args, device);
   }
-  return tensor_core_kernel<TensorCoreShape<256, 1>>();
+  return tensor_core_kernel<TensorCoreShape<256, 1>>(args, device);
 }
 
 struct SingleStepKernel {
@@ -175,12 +185,12 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   args.output_vectors =
       copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
-  plan.kernel = select_kernel(args);
-  args.tile_heads = std::min(plan.kernel.tile_heads, args.group);
+  plan.kernel = select_kernel(args, device);
+  args.row_heads = std::min(plan.kernel.tile_heads * plan.kernel.body.team, args.group);
   args.head_shift = plan.kernel.head_shift;
-  args.tiles = (args.group + args.tile_heads - 1) / args.tile_heads;
-  args.rows_per_batch = static_cast<std::uint32_t>(problem.kv_heads * args.tiles);
-  const std::int64_t rows = problem.batch * problem.kv_heads * args.tiles;
+  args.rows_per_kv_head = (args.group + args.row_heads - 1) / args.row_heads;
+  args.rows_per_batch = static_cast<std::uint32_t>(problem.kv_heads * args.rows_per_kv_head);
+  const std::int64_t rows = problem.batch * args.rows_per_batch;
   args.plan = make_split_plan(problem, rows, plan.kernel.body, device.traits);
   const std::uint32_t length = static_cast<std::uint32_t>(capacity(problem));
   const KeyRange keys = attended_keys(problem, length);
@@ -201,7 +211,7 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
       : split.pieces_are_units
           ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
           : 2ull * split.blocks;
-  plan.partial_elements = slots * args.tile_heads << args.head_shift;
+  plan.partial_elements = slots * args.row_heads << args.head_shift;
   return plan;
 }
 
@@ -319,10 +329,9 @@ void attention(const AttentionProblem& problem, void* workspace, std::size_t byt
   const SplitPlan& split = args.plan;
   const int shared_bytes = plan.kernel.shared_bytes(split);
   prepare(plan.kernel, plan.path, device, shared_bytes);
-  const dim3 grid =
-      split.walk ? dim3(split.blocks)
-                 : dim3(static_cast<unsigned>(split.cluster_size * split.clusters),
-                        static_cast<unsigned>(problem.kv_heads * args.tiles), static_cast<unsigned>(problem.batch));
+  const dim3 grid = split.walk ? dim3(split.blocks)
+                               : dim3(static_cast<unsigned>(split.cluster_size * split.clusters), args.rows_per_batch,
+                                      static_cast<unsigned>(problem.batch));
   launch({plan.kernel.functions[static_cast<int>(plan.path)], grid, static_cast<unsigned>(split.warps * 32),
           static_cast<unsigned>(shared_bytes), split.cluster_size, stream},
          &args);

@@ -38,10 +38,12 @@ class CacheReader {
   static constexpr int rows_at_once = 32 / row_lanes;
 
 public:
-  // first_key: of this warp, relative to a piece's first step; stride: keys that all warps take in a step together.
+  // first_key: of this warp's team, relative to a piece's first step; lead: this warp's first key relative to that;
+  // stride: keys that all warps take in a step together. A team goes through a piece's steps together, also through
+  // those that have no keys for some of its warps.
   __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<path>& pieces,
-                                         std::uint32_t first_key, std::uint32_t stride)
-      : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), stride_(stride) {
+                                         std::uint32_t first_key, std::uint32_t lead, std::uint32_t stride)
+      : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), lead_(lead), stride_(stride) {
     lane_address_ = shared_address(ring) + Ring::Tile::chunk_offset(lane() / row_lanes, lane() % row_lanes);
     lane_bytes_ = lane() % row_lanes * 8 < args.problem.head_dim ? 16 : 0;
     next_piece();
@@ -69,7 +71,7 @@ public:
 
   __device__ __forceinline__ void advance() {
     key_ += stride_;
-    if (key_ >= keys_.end) {
+    if (key_ - lead_ >= keys_.end) {
       next_piece();
     } else if (may_page && args_.problem.page_table != nullptr) {
       odd_step_ ^= 1;
@@ -116,13 +118,13 @@ private:
     Piece piece;
     do {
       if (!pieces_.next(piece)) {
-        key_ = 0;
+        key_ = lead_;
         keys_ = {0, 0}; // nothing is in range any more
         return;
       }
       keys_ = piece.keys;
-      key_ = first_step(piece.keys) + first_key_;
-    } while (key_ >= keys_.end);
+      key_ = first_step(piece.keys) + first_key_ + lead_;
+    } while (key_ - lead_ >= keys_.end);
     batch_ = piece.batch;
     kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
     if (may_page && args_.problem.page_table != nullptr) {
@@ -239,7 +241,7 @@ private:
   const KernelArguments& args_;
   unsigned char* ring_;
   Pieces<path> pieces_;
-  std::uint32_t first_key_, stride_;
+  std::uint32_t first_key_, lead_, stride_;
   std::uint32_t lane_address_; // of this lane's first chunk, in shared memory
   int lane_bytes_;             // that this lane copies of a row: none past head_dim
   // First key of the coming step, keys of its piece, and whether the 16 rows are all there and equally far apart.

@@ -23,8 +23,9 @@ using ElementState = SoftmaxState<4>;
 struct WarpStates {
   float* base;
   int warp_stride; // floats
-  int tile_heads;  // room, not all need be in use
+  int tile_heads;  // of a warp: room, not all need be in use; a power of two
   int head_shift;
+  int team_shift; // log2 of the warps that hold one tile each of the row's heads: together they are one source
 
   static __host__ __device__ constexpr int pitch(int head_shift) { return (4 << head_shift) + 4; }
   // Floats of one warp; a multiple of 4.
@@ -35,8 +36,11 @@ struct WarpStates {
   __device__ float2& state(int warp, int head) const {
     return reinterpret_cast<float2*>(values(warp, tile_heads))[head];
   }
-  __device__ ElementState element(int warp, int element) const {
-    const int head = element >> head_shift;
+  // element: of all heads of the row.
+  __device__ ElementState element(int source, int element) const {
+    const int row_head = element >> head_shift;
+    const int warp = team_shift == 0 ? source : (source << team_shift) + row_head / tile_heads;
+    const int head = team_shift == 0 ? row_head : row_head % tile_heads;
     const int vector = element & ((1 << head_shift) - 1);
     const float4 v = reinterpret_cast<const float4*>(values(warp, head))[vector];
     const float2 s = state(warp, head);
@@ -45,22 +49,23 @@ struct WarpStates {
 };
 
 // Where the states of a cluster's warps arrive. Block r of the cluster owns every cluster_size'th element from r on;
-// the mailbox holds those of every warp, [source][slice]. One slot of padding a source keeps threads that read one
-// element of several sources off each other's banks.
+// the mailbox holds those of every source, a warp or a team, [source][slice]. One slot of padding a source keeps
+// threads that read one element of several sources off each other's banks.
 struct ClusterMailbox {
   float4* values;
   float2* states;
   std::uint64_t* full; // mbarrier, counts bytes
   int slice;           // elements of a block; the cluster size divides the elements of a head
 
-  static __host__ __device__ constexpr int bytes(int elements, int cluster_size, int warps) {
+  // sources: of each block.
+  static __host__ __device__ constexpr int bytes(int elements, int cluster_size, int sources) {
     return 16 +
-           cluster_size * warps * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
+           cluster_size * sources * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
   }
-  __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size, int warps)
+  __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size, int sources)
       : values(reinterpret_cast<float4*>(memory + 16)), full(reinterpret_cast<std::uint64_t*>(memory)),
         slice(elements >> log2_floor(cluster_size)) {
-    states = reinterpret_cast<float2*>(values + cluster_size * warps * (slice + 1));
+    states = reinterpret_cast<float2*>(values + cluster_size * sources * (slice + 1));
   }
 };
 
@@ -216,14 +221,14 @@ __device__ __forceinline__ void open_mailbox(std::uint64_t* full, unsigned bytes
   ptx::barrier_cluster_arrive(ptx::sem_relaxed); // the fence has published the mbarrier
 }
 
-__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size) {
-  open_mailbox(mailbox.full, mailbox.slice * cluster_size * (blockDim.x / 32) * (sizeof(float4) + sizeof(float2)));
+__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size, int sources) {
+  open_mailbox(mailbox.full, mailbox.slice * cluster_size * sources * (sizeof(float4) + sizeof(float2)));
 }
 
 // Every warp pushes its state, element by element, to the blocks of the cluster that own them. A lane always pushes to
 // the same block, since the cluster size divides 32.
 __device__ __forceinline__ void push_states(const ClusterMailbox& mailbox, const WarpStates& warps, int elements,
-                                            int cluster_size) {
+                                            int cluster_size, int sources) {
   namespace ptx = cuda::ptx;
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   const int shift = log2_floor(cluster_size);
@@ -231,14 +236,17 @@ __device__ __forceinline__ void push_states(const ClusterMailbox& mailbox, const
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int owner = lane & (cluster_size - 1);
-  const int at = (rank * static_cast<int>(blockDim.x / 32) + warp) * (mailbox.slice + 1) + (lane >> shift);
+  const int source = warp >> warps.team_shift;
+  const int begin = (warp - (source << warps.team_shift)) * (warps.tile_heads << warps.head_shift);
+  const int end = min(elements, begin + (warps.tile_heads << warps.head_shift));
+  const int at = (rank * sources + source) * (mailbox.slice + 1) + ((begin + lane) >> shift);
   float4* values = cluster.map_shared_rank(mailbox.values + at, owner);
   float2* states = cluster.map_shared_rank(mailbox.states + at, owner);
   std::uint64_t* const full = cluster.map_shared_rank(mailbox.full, owner);
   ptx::barrier_cluster_wait(ptx::sem_acquire); // all mailboxes are open
 #pragma unroll 1
-  for (int element = lane; element < elements; element += 32) {
-    const ElementState state = warps.element(warp, element);
+  for (int element = begin + lane; element < end; element += 32) {
+    const ElementState state = warps.element(source, element);
     const float scalars[2] = {state.max_score, state.sum_exp};
     ptx::st_async(reinterpret_cast<float*>(values), state.values, full);
     ptx::st_async(reinterpret_cast<float*>(states), scalars, full);
@@ -251,27 +259,27 @@ __device__ __forceinline__ void push_states(const ClusterMailbox& mailbox, const
 // The end of a piece. All threads of the block call it, when each warp has left its state in finish.warps.
 __device__ __forceinline__ void finish_piece(const KernelArguments& args, const Finish& finish) {
   const int cluster_size = args.plan.cluster_size;
-  const int warps = static_cast<int>(blockDim.x / 32);
+  const int block_sources = static_cast<int>(blockDim.x / 32) >> finish.warps.team_shift;
   const int elements = finish.heads.count << args.head_shift;
-  const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size, warps);
+  const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size, block_sources);
   const int shift = log2_floor(cluster_size);
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
   if (cluster_size > 1) {
 #if __CUDA_ARCH__ >= 900
     __syncwarp();
-    push_states(mailbox, finish.warps, elements, cluster_size);
+    push_states(mailbox, finish.warps, elements, cluster_size, block_sources);
     while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
     }
 #endif
   } else {
     __syncthreads();
   }
-  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.tile_heads) << args.head_shift;
+  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
   // First the block's or cluster's own states; then, if this piece is the last of a row to come in, those of all
   // pieces.
   bool gather = false;
   for (;;) {
-    const std::uint32_t sources = gather ? finish.cut.count : static_cast<std::uint32_t>(cluster_size * warps);
+    const std::uint32_t sources = gather ? finish.cut.count : static_cast<std::uint32_t>(cluster_size * block_sources);
     fold_elements<4>(
         mailbox.slice, sources,
         [&](std::uint32_t source, int i) -> ElementState {

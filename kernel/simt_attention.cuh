@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
   const std::uint32_t first_key = (rank * warps + warp) * Shape::step_keys;
   const std::uint32_t stride = cluster_size * warps * Shape::step_keys;
   const WarpStates states{reinterpret_cast<float*>(shared), Shape::staging_bytes / 4, Shape::tile_heads,
-                          Shape::head_shift};
+                          Shape::head_shift, 0};
   unsigned char* const mailbox = shared + warps * Shape::staging_bytes;
   const bool key_vectors = plain || args.key_copy_bytes == 16;
   const bool value_vectors = plain || args.value_copy_bytes == 16;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
     const ScoreModifiers modifiers{problem.scale, problem.softcap, alibi_slope(problem, piece.batch, own_query_head)};
 #if __CUDA_ARCH__ >= 900
     if (cluster_size > 1) {
-      open_mailbox(ClusterMailbox(mailbox, heads.count << Shape::head_shift, cluster_size, warps), cluster_size);
+      open_mailbox(ClusterMailbox(mailbox, heads.count << Shape::head_shift, cluster_size, warps), cluster_size, warps);
     }
 #endif
     SimtState<Shape> state;

@@ -5,7 +5,6 @@
 namespace single_query {
 namespace {
 
-constexpr int small_warps = 4;            // of a block in by_row mode
 constexpr std::uint32_t most_cluster = 8; // blocks; more are not granted everywhere
 
 // Blocks of a walk: as many as are resident at once, or somewhat fewer where that lets rows of equal length end on the
@@ -23,17 +22,21 @@ SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uin
                     const DeviceTraits& device) {
   SplitPlan plan{};
   plan.walk = true;
-  plan.warps = body.walk_warps;
+  plan.team = body.team;
+  // Large blocks where they are few. With a split size the same always, or a row's bits would depend on its batch.
+  const bool large = body.pairs && problem.split_size == 0 && rows <= device.multiprocessors;
+  plan.warps = large ? body.most_warps : body.walk_warps;
   plan.cluster_size = 1;
   plan.clusters = 1;
   plan.pieces_are_units = problem.split_size > 0;
   plan.unit_keys = plan.pieces_are_units
                        ? static_cast<std::uint32_t>(std::min<std::int64_t>(problem.split_size, 0x7fffffff))
-                       : static_cast<std::uint32_t>(body.walk_warps * body.keys_per_warp);
+                       : static_cast<std::uint32_t>(plan.warps * body.keys_per_warp);
   plan.splits_per_row = units_of(keys, plan.unit_keys);
   const std::uint64_t most_units = static_cast<std::uint64_t>(rows) * plan.splits_per_row;
   plan.units = problem.lengths == nullptr ? most_units : 0;
-  const std::uint32_t resident = static_cast<std::uint32_t>(device.multiprocessors * body.blocks_per_multiprocessor);
+  const std::uint32_t resident =
+      static_cast<std::uint32_t>(device.multiprocessors * (large ? 1 : body.blocks_per_multiprocessor));
   plan.blocks = most_units < resident ? static_cast<std::uint32_t>(most_units) : walk_blocks(rows, resident);
   return plan;
 }
@@ -57,15 +60,16 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
     return blocks_per_row(row_count, keys, most_blocks, static_cast<std::uint32_t>(warps) * body.least_warp_keys);
   };
   SplitPlan plan{};
-  plan.warps = small_warps;
-  std::uint32_t blocks = blocks_of(small_warps, row_count > half ? 2 * row_count : 2 * half);
+  plan.team = body.team;
+  plan.warps = body.small_warps;
+  std::uint32_t blocks = blocks_of(plan.warps, row_count > half ? 2 * row_count : 2 * half);
   const std::uint32_t large_step = static_cast<std::uint32_t>(body.most_warps * body.keys_per_warp);
-  if (body.pairs ? blocks > most_cluster && body.most_warps > small_warps && 2 * row_count <= half
+  if (body.pairs ? blocks > most_cluster && body.most_warps > body.small_warps && 2 * row_count <= half
                  : keys / blocks >= 4 * large_step) {
     plan.warps = body.most_warps;
     blocks = blocks_of(plan.warps, body.pairs ? half : 2 * half);
   }
-  if (keys <= 8 * most_cluster * large_step) { // a cluster's steps take less than a merge of clusters
+  if (keys * plan.team <= 8 * most_cluster * large_step) { // a cluster's steps take less than a merge of clusters
     plan.warps = blocks > most_cluster ? body.most_warps : plan.warps;
     blocks = std::min(blocks, most_cluster);
   }
@@ -74,7 +78,7 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   }
   // Clusters of 8 do not fit onto all multiprocessors at once.
   const bool many = blocks * row_count > half && blocks > most_cluster;
-  plan.cluster_size = static_cast<int>(many ? 2 : std::min(blocks, most_cluster));
+  plan.cluster_size = static_cast<int>(many ? (plan.team > 1 ? 4 : 2) : std::min(blocks, most_cluster));
   plan.clusters = static_cast<int>(blocks) / plan.cluster_size;
   plan.least_block_keys = static_cast<std::uint32_t>(plan.warps) * body.least_warp_keys;
   return plan;

@@ -1,7 +1,7 @@
 // How the keys of a problem are shared out over thread blocks: one formula of the problem's sizes, the device and what
 // the kernel body brings along. No table of shapes, no tuning at run time.
 //
-// A row is one (batch, key/value head, tile of query heads); blocks of work never share arithmetic across rows.
+// A row is one (batch, key/value head, team's tiles of query heads); blocks of work never share arithmetic across rows.
 //  - by_row: few rows. Each row gets `clusters` thread-block clusters of `cluster_size` blocks; each cluster takes an
 //    equal range of the row's own keys. Blocks of a cluster merge through distributed shared memory, clusters of a row
 //    through global memory. grid = (cluster_size * clusters, rows of a batch entry, batch).
@@ -23,9 +23,11 @@ struct DeviceTraits {
 // What a kernel body needs the plan to know.
 struct BodyTraits {
   int keys_per_warp;             // keys a warp takes in one step
+  int team;                      // warps that share their keys and have tiles of query heads of their own
   int walk_warps;                // warps a block in walk mode
   int blocks_per_multiprocessor; // resident blocks of that size
-  int most_warps;                // in by_row mode, where one large block serves a multiprocessor
+  int small_warps;               // warps a block in by_row mode
+  int most_warps;                // the same of the few blocks that have a multiprocessor to themselves
   std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp
   bool pairs;                    // a large block keeps the memory port of two multiprocessors busy
 };
@@ -33,6 +35,7 @@ struct BodyTraits {
 struct SplitPlan {
   bool walk;
   int warps; // a block
+  int team;  // of them: a power of two
   // by_row
   int cluster_size; // 1, 2, 4 or 8
   int clusters;     // a row, at most; rows with fewer keys use fewer

@@ -7,11 +7,20 @@
 //     output [D x 8 heads]      += V tile^T [D x 16] . weights [16 x 8]
 // Each warp takes steps of 16 keys on its own: wait for its K tile, multiply, start the copy of a later K tile,
 // softmax, wait for its V tile, multiply, start the copy of a later V tile. Warps meet only at the end of a piece.
+//
+// Groups of many heads would read the cache once for each tile of heads. There the warps of a block form teams, powers
+// of two: each warp copies its own steps' keys as always, but then multiplies the tiles of the whole team with the
+// heads of its own tile. A team meets before and after that.
 #pragma once
 
 #include "tensor_core_modifiers.cuh"
 
 namespace single_query {
+
+// All warps of a team meet; what they wrote to shared memory is visible to all.
+__device__ __forceinline__ void meet_team(int warp, int team) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(1 + warp / team), "r"(team * 32) : "memory");
+}
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' rings, then staging (walk: the rings are busy
 // with what comes next) or the cluster's mailbox.
@@ -34,9 +43,13 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   }
   unsigned char* const ring = shared + warp * Ring::warp_bytes;
   unsigned char* const area = shared + warps * Ring::warp_bytes;
-  const std::uint32_t first_key = (rank * warps + warp) * step_keys;
+  const int team_shift = Shape::teams ? log2_floor(args.plan.team) : 0;
+  const int team = 1 << team_shift;
+  const int own_tile = warp & (team - 1);
+  const std::uint32_t first_key = (rank * warps + warp - own_tile) * step_keys; // of the team
   const std::uint32_t stride = cluster_size * warps * step_keys;
-  CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, stride);
+  CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, own_tile * step_keys, stride);
+  __shared__ bool misses_page[Shape::teams ? 8 : 1]; // of each warp's tile
   const int lane = static_cast<int>(threadIdx.x % 32);
   const MatrixRows key_rows(lane % 16, lane / 16);
   const MatrixRows value_rows(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -51,8 +64,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     } else {
       __syncthreads(); // staging is free again
     }
+    const Heads own_heads = tile_of(heads, own_tile, Shape::tile_heads);
     std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
-    load_queries<Shape>(args, piece, heads, queries);
+    load_queries<Shape>(args, piece, own_heads, queries);
     if (first) {
 #pragma unroll 1
       for (int ahead = 0; ahead < Ring::stages; ++ahead) {
@@ -64,81 +78,111 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       }
 #if __CUDA_ARCH__ >= 900
       if (cluster_size > 1) {
-        open_mailbox(ClusterMailbox(area, heads.count << Shape::head_shift, cluster_size, warps), cluster_size);
+        const int sources = warps >> team_shift;
+        open_mailbox(ClusterMailbox(area, heads.count << Shape::head_shift, cluster_size, sources), cluster_size,
+                     sources);
       }
 #endif
     }
     state.clear();
     std::uint32_t key = first_step(piece.keys) + first_key;
     if (modified) {
-      modifiers.begin_piece(problem, piece, heads);
+      modifiers.begin_piece(problem, piece, own_heads);
       modifiers.load_mask(problem, piece, key);
     }
 #pragma unroll 1
     for (; key < piece.keys.end; key += stride) {
-      __pipeline_wait_prior(Ring::in_flight);
-      __syncwarp();
-      const unsigned char* const key_tile = ring + Ring::key_tile(stage);
-      reader.align_keys(stage);
-      float scores[Shape::head_blocks][4];
-      if (half) {
-        multiply_keys<Shape, true>(key_tile, key_rows, queries, scores);
-      } else {
-        multiply_keys<Shape, false>(key_tile, key_rows, queries, scores);
+      if (Shape::teams) {
+        __pipeline_wait_prior(Ring::in_flight - 1); // the step's keys and values
+        __syncwarp();
+        reader.align_keys(stage);
+        reader.align_values(stage);
+        misses_page[warp] = reader.misses_page(stage);
+        meet_team(warp, team);
       }
-      const bool missing = reader.misses_page(stage);
-      __syncwarp(); // all lanes have read the tile
-      reader.copy_keys(stage);
-      unsigned excluded = 0;
-      if (modified) {
-        excluded = modifiers.apply(problem, piece, key, scores);
-        modifiers.load_mask(problem, piece, key + stride);
-      }
+#pragma unroll 1
+      for (int tile = 0; tile < team; ++tile) {
+        const std::uint32_t tile_key = key + tile * step_keys;
+        if (Shape::teams && tile_key >= piece.keys.end) {
+          break;
+        }
+        unsigned char* const key_tile = ring + (tile - own_tile) * Ring::warp_bytes + Ring::key_tile(stage);
+        unsigned char* const value_tile = key_tile + (Ring::value_tile(0) - Ring::key_tile(0));
+        if (!Shape::teams) {
+          __pipeline_wait_prior(Ring::in_flight);
+          __syncwarp();
+          reader.align_keys(stage);
+        }
+        float scores[Shape::head_blocks][4];
+        if (half) {
+          multiply_keys<Shape, true>(key_tile, key_rows, queries, scores);
+        } else {
+          multiply_keys<Shape, false>(key_tile, key_rows, queries, scores);
+        }
+        const bool missing =
+            Shape::teams ? path != Path::plain && misses_page[warp - own_tile + tile] : reader.misses_page(stage);
+        if (!Shape::teams) {
+          __syncwarp(); // all lanes have read the tile
+          reader.copy_keys(stage);
+        }
+        unsigned excluded = 0;
+        if (modified) {
+          excluded = modifiers.apply(problem, piece, tile_key, scores);
+          modifiers.load_mask(problem, piece, key + stride); // with a mask there are no teams
+        }
 #pragma unroll
-      for (int block = 0; block < Shape::head_blocks; ++block) {
+        for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!modified) {
-            scores[block][i] *= problem.scale;
+          for (int i = 0; i < 4; ++i) {
+            if (!modified) {
+              scores[block][i] *= problem.scale;
+            }
+            const bool in_piece = is_in(piece.keys, tile_key + threadIdx.x % 32 / 4 + i / 2 * 8);
+            scores[block][i] = !in_piece ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
           }
-          const bool in_piece = is_in(piece.keys, key + threadIdx.x % 32 / 4 + i / 2 * 8);
-          scores[block][i] = !in_piece ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
         }
-      }
-      softmax_step<Shape>(scores, state);
-      __pipeline_wait_prior(Ring::in_flight);
-      __syncwarp();
-      unsigned char* const value_tile = ring + Ring::value_tile(stage);
-      reader.align_values(stage);
-      if (modified) {
-        if (__any_sync(0xffffffffu, excluded != 0)) {
-          if (half ? any_not_finite<Shape, true>(value_tile, value_rows)
-                   : any_not_finite<Shape, false>(value_tile, value_rows)) {
-            shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
+        softmax_step<Shape>(scores, state);
+        if (!Shape::teams) {
+          __pipeline_wait_prior(Ring::in_flight);
+          __syncwarp();
+          reader.align_values(stage);
+        }
+        if (modified) {
+          if (__any_sync(0xffffffffu, excluded != 0)) {
+            if (half ? any_not_finite<Shape, true>(value_tile, value_rows)
+                     : any_not_finite<Shape, false>(value_tile, value_rows)) {
+              shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
+            }
           }
         }
-      }
-      std::uint32_t weights[Shape::head_blocks][2];
+        std::uint32_t weights[Shape::head_blocks][2];
 #pragma unroll
-      for (int block = 0; block < Shape::head_blocks; ++block) {
+        for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          weights[block][i] = transpose_matrix(
-              pack_pair(half, scores[block][2 * i] * value_scale(half), scores[block][2 * i + 1] * value_scale(half)));
+          for (int i = 0; i < 2; ++i) {
+            weights[block][i] = transpose_matrix(pack_pair(half, scores[block][2 * i] * value_scale(half),
+                                                           scores[block][2 * i + 1] * value_scale(half)));
+          }
+        }
+        if (half) {
+          multiply_values<Shape, true>(value_tile, value_rows, weights, state);
+        } else {
+          multiply_values<Shape, false>(value_tile, value_rows, weights, state);
         }
       }
-      if (half) {
-        multiply_values<Shape, true>(value_tile, value_rows, weights, state);
+      if (Shape::teams) {
+        meet_team(warp, team); // all have read the tiles
+        reader.copy_keys(stage);
       } else {
-        multiply_values<Shape, false>(value_tile, value_rows, weights, state);
+        __syncwarp();
       }
-      __syncwarp();
       reader.copy_values(stage);
       reader.advance();
       stage = stage + 1 == Ring::stages ? 0 : stage + 1;
     }
     // By row, this warp's ring has drained and holds its state; in a walk it holds the next piece's keys already.
-    WarpStates states{reinterpret_cast<float*>(area), Shape::staging_bytes / 4, Shape::tile_heads, Shape::head_shift};
+    WarpStates states{reinterpret_cast<float*>(area), Shape::staging_bytes / 4, Shape::tile_heads, Shape::head_shift,
+                      team_shift};
     if (!walk) {
       states.base = reinterpret_cast<float*>(shared);
       states.warp_stride = Ring::warp_bytes / 4;

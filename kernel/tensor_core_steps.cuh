@@ -16,16 +16,18 @@ struct TensorCoreShape {
   static constexpr int head_blocks = head_blocks_; // blocks of 8 query heads in a tile: 1 or 2
   static constexpr int tile_heads = 8 * head_blocks;
   static constexpr int dim_steps = padded_dim / 16;
+  // Groups may need many tiles: warps can form teams that share their keys, each warp with a tile of its own.
+  static constexpr bool teams = head_blocks > 1 || padded_dim == 256;
   using Ring = CacheRing<padded_dim>;
   static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
   static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
   static_assert(staging_bytes <= Ring::warp_bytes, "a drained ring has to hold its warp's states");
 
   static constexpr int shared_bytes(const SplitPlan& plan) {
-    const int area = plan.walk ? plan.warps * staging_bytes
-                     : plan.cluster_size > 1
-                         ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size, plan.warps)
-                         : 0;
+    const int area = plan.walk               ? plan.warps * staging_bytes
+                     : plan.cluster_size > 1 ? ClusterMailbox::bytes(plan.team * tile_heads << head_shift,
+                                                                     plan.cluster_size, plan.warps / plan.team)
+                                             : 0;
     return plan.warps * Ring::warp_bytes + area;
   }
 };

@@ -28,10 +28,10 @@ struct RowUnits {
 struct KernelArguments {
   AttentionProblem problem;
   SplitPlan plan;
-  int group;                         // query heads per key/value head
-  int tile_heads;                    // query heads of a full tile
-  int tiles;                         // tiles per key/value head
-  std::uint32_t rows_per_batch;      // kv_heads * tiles
+  int group;     // query heads per key/value head
+  int row_heads; // query heads of a full row: a tile's, or those of a team's tiles
+  int rows_per_kv_head;
+  std::uint32_t rows_per_batch;      // kv_heads * rows_per_kv_head
   int head_shift;                    // log2 of the elements of a head, see merge_partials.cuh
   RowUnits uniform;                  // of every row, where there are no lengths
   std::int64_t key_step, value_step; // elements from one step of a warp to its next, in a contiguous cache
@@ -60,7 +60,7 @@ __device__ __forceinline__ void fetch_arguments(const KernelArguments& args) {
 // A contiguous range of the keys of one row, worked on by one block or cluster.
 struct Piece {
   std::uint32_t batch;
-  std::uint32_t row_in_batch; // kv_head * tiles + tile
+  std::uint32_t row_in_batch; // kv_head * rows_per_kv_head + row
   std::uint32_t length;       // of the row
   KeyRange keys;
   bool whole; // all keys of the row: nothing to merge with
@@ -82,13 +82,18 @@ __device__ __forceinline__ std::uint64_t slot_of(const Cut& cut, std::uint32_t i
 struct Heads {
   std::uint32_t kv_head;
   std::uint32_t first_query_head;
-  int count; // 1 .. tile_heads
+  int count;
 };
 
+// Those of one of the row's tiles; a tile past the last has a count of 0 or less.
+__device__ __forceinline__ Heads tile_of(const Heads& row, int tile, int tile_heads) {
+  return {row.kv_head, row.first_query_head + tile * tile_heads, row.count - tile * tile_heads};
+}
+
 __device__ __forceinline__ Heads heads_of(const KernelArguments& args, std::uint32_t row_in_batch) {
-  const std::uint32_t kv_head = args.tiles == 1 ? row_in_batch : row_in_batch / args.tiles;
-  const int first = static_cast<int>(row_in_batch - kv_head * args.tiles) * args.tile_heads;
-  return {kv_head, kv_head * args.group + first, min(args.tile_heads, args.group - first)};
+  const std::uint32_t kv_head = args.rows_per_kv_head == 1 ? row_in_batch : row_in_batch / args.rows_per_kv_head;
+  const int first = static_cast<int>(row_in_batch - kv_head * args.rows_per_kv_head) * args.row_heads;
+  return {kv_head, kv_head * args.group + first, min(args.row_heads, args.group - first)};
 }
 
 __device__ __forceinline__ std::uint32_t row_keys(const AttentionProblem& problem, std::uint32_t length) {

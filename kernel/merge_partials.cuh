@@ -1,7 +1,7 @@
-// From the softmax states of a block's warps to the output of their row: fold the warps, fold the blocks of a cluster
-// (they push their states to the block that owns a slice of the output), fold the pieces of a row that is cut over
-// blocks or clusters (the last to arrive gathers them through global memory), write the result. Both kernel bodies end
-// here, in one compiled copy: sizes and types are run-time values.
+// From the softmax states of a block's warps to the output of their row, in up to three folds: of the block's warps; of
+// the blocks of a cluster, which push their states to the block that owns a slice of the output; of the pieces of a row
+// that is cut over blocks or clusters, which the last to arrive gathers through global memory. Then write the result.
+// Both kernel bodies end here, in one compiled copy: sizes and types are run-time values.
 //
 // An element is four head dims of one query head: element = head << head_shift | dim / 4. All folds run over elements,
 // take their sources in a fixed order, and so give the same bits every time.
@@ -48,24 +48,22 @@ struct WarpStates {
   }
 };
 
-// Where the states of a cluster's warps arrive. Block r of the cluster owns every cluster_size'th element from r on;
-// the mailbox holds those of every source, a warp or a team, [source][slice]. One slot of padding a source keeps
-// threads that read one element of several sources off each other's banks.
+// Where the states of a cluster's blocks arrive. Block r of the cluster owns every cluster_size'th element from r on;
+// its mailbox holds those of every block, [block][slice]. One slot of padding a block keeps threads that read one
+// element of several blocks off each other's banks.
 struct ClusterMailbox {
   float4* values;
   float2* states;
   std::uint64_t* full; // mbarrier, counts bytes
   int slice;           // elements of a block; the cluster size divides the elements of a head
 
-  // sources: of each block.
-  static __host__ __device__ constexpr int bytes(int elements, int cluster_size, int sources) {
-    return 16 +
-           cluster_size * sources * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
+  static __host__ __device__ constexpr int bytes(int elements, int cluster_size) {
+    return 16 + cluster_size * (elements / cluster_size + 1) * static_cast<int>(sizeof(float4) + sizeof(float2));
   }
-  __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size, int sources)
+  __device__ ClusterMailbox(unsigned char* memory, int elements, int cluster_size)
       : values(reinterpret_cast<float4*>(memory + 16)), full(reinterpret_cast<std::uint64_t*>(memory)),
         slice(elements >> log2_floor(cluster_size)) {
-    states = reinterpret_cast<float2*>(values + cluster_size * sources * (slice + 1));
+    states = reinterpret_cast<float2*>(values + cluster_size * (slice + 1));
   }
 };
 
@@ -221,74 +219,57 @@ __device__ __forceinline__ void open_mailbox(std::uint64_t* full, unsigned bytes
   ptx::barrier_cluster_arrive(ptx::sem_relaxed); // the fence has published the mbarrier
 }
 
-__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size, int sources) {
-  open_mailbox(mailbox.full, mailbox.slice * cluster_size * sources * (sizeof(float4) + sizeof(float2)));
-}
-
-// Every warp pushes its state, element by element, to the blocks of the cluster that own them. A lane always pushes to
-// the same block, since the cluster size divides 32.
-__device__ __forceinline__ void push_states(const ClusterMailbox& mailbox, const WarpStates& warps, int elements,
-                                            int cluster_size, int sources) {
-  namespace ptx = cuda::ptx;
-  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-  const int shift = log2_floor(cluster_size);
-  const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int owner = lane & (cluster_size - 1);
-  const int source = warp >> warps.team_shift;
-  const int begin = (warp - (source << warps.team_shift)) * (warps.tile_heads << warps.head_shift);
-  const int end = min(elements, begin + (warps.tile_heads << warps.head_shift));
-  const int at = (rank * sources + source) * (mailbox.slice + 1) + ((begin + lane) >> shift);
-  float4* values = cluster.map_shared_rank(mailbox.values + at, owner);
-  float2* states = cluster.map_shared_rank(mailbox.states + at, owner);
-  std::uint64_t* const full = cluster.map_shared_rank(mailbox.full, owner);
-  ptx::barrier_cluster_wait(ptx::sem_acquire); // all mailboxes are open
-#pragma unroll 1
-  for (int element = begin + lane; element < end; element += 32) {
-    const ElementState state = warps.element(source, element);
-    const float scalars[2] = {state.max_score, state.sum_exp};
-    ptx::st_async(reinterpret_cast<float*>(values), state.values, full);
-    ptx::st_async(reinterpret_cast<float*>(states), scalars, full);
-    values += 32 >> shift;
-    states += 32 >> shift;
-  }
+__device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size) {
+  open_mailbox(mailbox.full, mailbox.slice * cluster_size * (sizeof(float4) + sizeof(float2)));
 }
 #endif
+
+// Send one element of this block's state to the block of the cluster that owns it.
+__device__ __forceinline__ void push_element(const ClusterMailbox& mailbox, const ElementState& state, int element,
+                                             int cluster_size) {
+#if __CUDA_ARCH__ >= 900
+  namespace ptx = cuda::ptx;
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  const unsigned rank = blockIdx.x & (cluster_size - 1);
+  const unsigned owner = element & (cluster_size - 1);
+  const int at = static_cast<int>(rank) * (mailbox.slice + 1) + (element >> log2_floor(cluster_size));
+  std::uint64_t* const full = cluster.map_shared_rank(mailbox.full, owner);
+  const float scalars[2] = {state.max_score, state.sum_exp};
+  ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.values + at, owner)), state.values, full);
+  ptx::st_async(reinterpret_cast<float*>(cluster.map_shared_rank(mailbox.states + at, owner)), scalars, full);
+#endif
+}
 
 // The end of a piece. All threads of the block call it, when each warp has left its state in finish.warps.
 __device__ __forceinline__ void finish_piece(const KernelArguments& args, const Finish& finish) {
+  enum class From { warps, mailbox, workspace };
   const int cluster_size = args.plan.cluster_size;
-  const int block_sources = static_cast<int>(blockDim.x / 32) >> finish.warps.team_shift;
-  const int elements = finish.heads.count << args.head_shift;
-  const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size, block_sources);
   const int shift = log2_floor(cluster_size);
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
-  if (cluster_size > 1) {
-#if __CUDA_ARCH__ >= 900
-    __syncwarp();
-    push_states(mailbox, finish.warps, elements, cluster_size, block_sources);
-    while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
-    }
-#endif
-  } else {
-    __syncthreads();
-  }
+  const int elements = finish.heads.count << args.head_shift;
+  const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size);
   const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
-  // First the block's or cluster's own states; then, if this piece is the last of a row to come in, those of all
-  // pieces.
-  bool gather = false;
-  for (;;) {
-    const std::uint32_t sources = gather ? finish.cut.count : static_cast<std::uint32_t>(cluster_size * block_sources);
+  __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  if (cluster_size > 1) {
+    cuda::ptx::barrier_cluster_wait(cuda::ptx::sem_acquire); // all mailboxes are open
+  }
+#endif
+  int count = elements;
+  std::uint32_t sources = blockDim.x / 32 >> finish.warps.team_shift;
+#pragma unroll 1
+  for (From from = From::warps;;) {
+    const bool push = from == From::warps && cluster_size > 1;
+    const bool last = !push && (finish.piece.whole || from == From::workspace);
     fold_elements<4>(
-        mailbox.slice, sources,
+        count, sources,
         [&](std::uint32_t source, int i) -> ElementState {
-          if (!gather && cluster_size == 1) {
+          if (from == From::warps) {
             return finish.warps.element(static_cast<int>(source), i);
           }
           float4 v;
           float2 s;
-          if (gather) {
+          if (from == From::workspace) {
             const std::uint64_t at = slot_of(finish.cut, source) * slot_elements + (i << shift) + rank;
             v = __ldcg(args.partial_values + at);
             s = __ldcg(args.partial_states + at);
@@ -301,7 +282,9 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
         },
         [&](const ElementState& state, int i) {
           const int element = (i << shift) + rank;
-          if (gather || finish.piece.whole) {
+          if (push) {
+            push_element(mailbox, state, i, cluster_size);
+          } else if (last) {
             write_output(args, finish, state, element);
           } else {
             const std::uint64_t at = slot_of(finish.cut, finish.cut.index) * slot_elements + element;
@@ -310,10 +293,20 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
             __stcg(args.partial_states + at, make_float2(state.max_score, state.sum_exp));
           }
         });
-    if (gather || finish.piece.whole || !is_last_piece(args, finish.cut)) {
+    if (push) {
+#if __CUDA_ARCH__ >= 900
+      while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
+      }
+#endif
+      from = From::mailbox;
+      sources = cluster_size;
+    } else if (last || !is_last_piece(args, finish.cut)) {
       return;
+    } else {
+      from = From::workspace;
+      sources = finish.cut.count;
     }
-    gather = true;
+    count = mailbox.slice;
   }
 }
 

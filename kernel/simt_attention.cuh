@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
     const ScoreModifiers modifiers{problem.scale, problem.softcap, alibi_slope(problem, piece.batch, own_query_head)};
 #if __CUDA_ARCH__ >= 900
     if (cluster_size > 1) {
-      open_mailbox(ClusterMailbox(mailbox, heads.count << Shape::head_shift, cluster_size, warps), cluster_size, warps);
+      open_mailbox(ClusterMailbox(mailbox, heads.count << Shape::head_shift, cluster_size), cluster_size);
     }
 #endif
     SimtState<Shape> state;

@@ -21,8 +21,7 @@ struct SimtShape {
   static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
 
   static constexpr int shared_bytes(const SplitPlan& plan) {
-    const int mailbox =
-        plan.cluster_size > 1 ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size, plan.warps) : 0;
+    const int mailbox = plan.cluster_size > 1 ? ClusterMailbox::bytes(tile_heads << head_shift, plan.cluster_size) : 0;
     return plan.warps * staging_bytes + mailbox;
   }
 };

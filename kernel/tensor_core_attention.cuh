@@ -78,9 +78,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       }
 #if __CUDA_ARCH__ >= 900
       if (cluster_size > 1) {
-        const int sources = warps >> team_shift;
-        open_mailbox(ClusterMailbox(area, heads.count << Shape::head_shift, cluster_size, sources), cluster_size,
-                     sources);
+        open_mailbox(ClusterMailbox(area, heads.count << Shape::head_shift, cluster_size), cluster_size);
       }
 #endif
     }

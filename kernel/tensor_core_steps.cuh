@@ -24,10 +24,10 @@ struct TensorCoreShape {
   static_assert(staging_bytes <= Ring::warp_bytes, "a drained ring has to hold its warp's states");
 
   static constexpr int shared_bytes(const SplitPlan& plan) {
-    const int area = plan.walk               ? plan.warps * staging_bytes
-                     : plan.cluster_size > 1 ? ClusterMailbox::bytes(plan.team * tile_heads << head_shift,
-                                                                     plan.cluster_size, plan.warps / plan.team)
-                                             : 0;
+    const int area = plan.walk ? plan.warps * staging_bytes
+                     : plan.cluster_size > 1
+                         ? ClusterMailbox::bytes(plan.team * tile_heads << head_shift, plan.cluster_size)
+                         : 0;
     return plan.warps * Ring::warp_bytes + area;
   }
 };

@@ -13,6 +13,13 @@ __device__ __forceinline__ float value_scale(bool half) {
   return half ? float16_value_scale : wide_value_scale;
 }
 
+// exp(x) for x <= 0, -inf or NaN, good enough for weights that will be rounded to 16 bits; 0 below 2^-126.
+__device__ __forceinline__ float fast_exp(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.4426950408889634f));
+  return power;
+}
+
 template <typename Scalar>
 __device__ __forceinline__ Scalar from_float(float x) {
   if constexpr (std::is_same_v<Scalar, __half>) {

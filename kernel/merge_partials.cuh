@@ -18,6 +18,20 @@ namespace single_query {
 
 using ElementState = SoftmaxState<4>;
 
+// The states of one element in shared memory, of several sources at equal distances.
+struct ElementSources {
+  const float4* values;
+  int values_stride;
+  const float2* states;
+  int states_stride;
+
+  __device__ __forceinline__ ElementState operator()(std::uint32_t source) const {
+    const float4 v = values[static_cast<int>(source) * values_stride];
+    const float2 s = states[static_cast<int>(source) * states_stride];
+    return {s.x, s.y, {v.x, v.y, v.z, v.w}};
+  }
+};
+
 // The states of a block's warps in shared memory as the kernel bodies leave them: of each warp values[head][pitch],
 // then (max_score, sum_exp)[head]. The pitch spreads the tensor cores' fragments over all banks.
 struct WarpStates {
@@ -36,15 +50,14 @@ struct WarpStates {
   __device__ float2& state(int warp, int head) const {
     return reinterpret_cast<float2*>(values(warp, tile_heads))[head];
   }
-  // element: of all heads of the row.
-  __device__ ElementState element(int source, int element) const {
+  // element: of all heads of the row. Its sources are this block's warps, or teams.
+  __device__ ElementSources sources(int element) const {
     const int row_head = element >> head_shift;
-    const int warp = team_shift == 0 ? source : (source << team_shift) + row_head / tile_heads;
+    const int warp = team_shift == 0 ? 0 : row_head / tile_heads;
     const int head = team_shift == 0 ? row_head : row_head % tile_heads;
     const int vector = element & ((1 << head_shift) - 1);
-    const float4 v = reinterpret_cast<const float4*>(values(warp, head))[vector];
-    const float2 s = state(warp, head);
-    return {s.x, s.y, {v.x, v.y, v.z, v.w}};
+    return {reinterpret_cast<const float4*>(values(warp, head)) + vector, warp_stride / 4 << team_shift,
+            &state(warp, head), warp_stride / 2 << team_shift};
   }
 };
 
@@ -65,11 +78,14 @@ struct ClusterMailbox {
         slice(elements >> log2_floor(cluster_size)) {
     states = reinterpret_cast<float2*>(values + cluster_size * (slice + 1));
   }
+  // i: of the slice. Its sources are the cluster's blocks.
+  __device__ ElementSources sources(int i) const { return {values + i, slice + 1, states + i, slice + 1}; }
 };
 
-// Merge load(begin) .. load(end - 1) in order. The loads of a batch are independent, so that they overlap.
+// Merge load(begin) .. load(end - 1) in order, at least one. The loads of a batch are independent, so that they
+// overlap.
 template <int batch_size, class Load>
-__device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::uint32_t end, Load load) {
+__device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::uint32_t end, const Load& load) {
   ElementState total;
 #pragma unroll 1
   for (std::uint32_t i = begin; i < end; i += batch_size) {
@@ -80,12 +96,12 @@ __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::u
       if (i + k < end) {
         sources[k] = load(i + k);
       }
-    }
-#pragma unroll
-    for (int k = 0; k < batch_size; ++k) {
       max_score = fmaxf(max_score, sources[k].max_score);
     }
-    total.raise_max(max_score);
+    if (i != begin) {
+      total.raise_max(max_score);
+    }
+    total.max_score = max_score;
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
       total.merge_below(sources[k]);
@@ -109,33 +125,6 @@ __device__ __forceinline__ void merge_lanes(ElementState& state, unsigned lanes)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       state.values[i] += __shfl_xor_sync(all, state.values[i], offset);
-    }
-  }
-}
-
-// emit(state, i) for i in [0, count), from load(0, i) .. load(sources - 1, i). As many lanes as the block can spare
-// share an element and merge their ranges of sources at the end. The block size is a power of two.
-template <int batch_size, class Load, class Emit>
-__device__ __forceinline__ void fold_elements(int count, std::uint32_t sources, Load load, Emit emit) {
-  const int spare_shift = log2_floor(blockDim.x) - log2_floor(2 * count - 1); // log2 of count rounded up
-  const int shift = min(min(max(spare_shift, 0), 5), log2_floor(sources));
-  const std::uint32_t share = (sources + (1u << shift) - 1) >> shift;
-  const std::uint32_t lane = threadIdx.x & ((1u << shift) - 1);
-  const std::uint32_t begin = min(sources, lane * share);
-  const std::uint32_t end = min(sources, begin + share);
-  const int step = static_cast<int>(blockDim.x >> shift);
-#pragma unroll 1
-  for (int base = 0; base < count; base += step) {
-    const int element = base + static_cast<int>(threadIdx.x >> shift);
-    ElementState state;
-    if (element < count) {
-      state = fold_sources<batch_size>(begin, end, [&](std::uint32_t source) { return load(source, element); });
-    }
-    if (shift > 0) {
-      merge_lanes(state, 1u << shift);
-    }
-    if (lane == 0 && element < count) {
-      emit(state, element);
     }
   }
 }
@@ -240,73 +229,92 @@ __device__ __forceinline__ void push_element(const ClusterMailbox& mailbox, cons
 #endif
 }
 
+// The pieces of a row from global memory, by the block that came last, or each block of such a cluster for the elements
+// that it owns. As many lanes as the block can spare share an element and merge their ranges of pieces at the end.
+__device__ __forceinline__ void gather_pieces(const KernelArguments& args, const Finish& finish, int count) {
+  const int cluster_shift = log2_floor(args.plan.cluster_size);
+  const int rank = static_cast<int>(blockIdx.x) & (args.plan.cluster_size - 1);
+  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
+  const std::uint32_t pieces = finish.cut.count;
+  const int spare_shift = log2_floor(blockDim.x) - log2_floor(2 * count - 1); // log2 of count rounded up
+  const int shift = min(min(max(spare_shift, 0), 5), log2_floor(pieces));
+  const std::uint32_t share = (pieces + (1u << shift) - 1) >> shift;
+  const std::uint32_t lane = threadIdx.x & ((1u << shift) - 1);
+  const std::uint32_t begin = min(pieces, lane * share);
+  const std::uint32_t end = min(pieces, begin + share);
+  const int step = static_cast<int>(blockDim.x >> shift);
+#pragma unroll 1
+  for (int base = 0; base < count; base += step) {
+    const int i = base + static_cast<int>(threadIdx.x >> shift);
+    const int element = (i << cluster_shift) + rank;
+    ElementState state;
+    if (i < count) {
+      state = fold_sources<8>(begin, end, [&](std::uint32_t piece) -> ElementState {
+        const std::uint64_t at = slot_of(finish.cut, piece) * slot_elements + element;
+        const float4 v = __ldcg(args.partial_values + at);
+        const float2 s = __ldcg(args.partial_states + at);
+        return {s.x, s.y, {v.x, v.y, v.z, v.w}};
+      });
+    }
+    if (shift > 0) {
+      merge_lanes(state, 1u << shift);
+    }
+    if (lane == 0 && i < count) {
+      write_output(args, finish, state, element);
+    }
+  }
+}
+
 // The end of a piece. All threads of the block call it, when each warp has left its state in finish.warps.
 __device__ __forceinline__ void finish_piece(const KernelArguments& args, const Finish& finish) {
-  enum class From { warps, mailbox, workspace };
   const int cluster_size = args.plan.cluster_size;
   const int shift = log2_floor(cluster_size);
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
   const int elements = finish.heads.count << args.head_shift;
   const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size);
-  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
   __syncthreads();
 #if __CUDA_ARCH__ >= 900
   if (cluster_size > 1) {
     cuda::ptx::barrier_cluster_wait(cuda::ptx::sem_acquire); // all mailboxes are open
   }
 #endif
+  // The warps of the block; then, of a cluster, the blocks.
   int count = elements;
   std::uint32_t sources = blockDim.x / 32 >> finish.warps.team_shift;
 #pragma unroll 1
-  for (From from = From::warps;;) {
-    const bool push = from == From::warps && cluster_size > 1;
-    const bool last = !push && (finish.piece.whole || from == From::workspace);
-    fold_elements<4>(
-        count, sources,
-        [&](std::uint32_t source, int i) -> ElementState {
-          if (from == From::warps) {
-            return finish.warps.element(static_cast<int>(source), i);
-          }
-          float4 v;
-          float2 s;
-          if (from == From::workspace) {
-            const std::uint64_t at = slot_of(finish.cut, source) * slot_elements + (i << shift) + rank;
-            v = __ldcg(args.partial_values + at);
-            s = __ldcg(args.partial_states + at);
-          } else {
-            const int at = static_cast<int>(source) * (mailbox.slice + 1) + i;
-            v = mailbox.values[at];
-            s = mailbox.states[at];
-          }
-          return {s.x, s.y, {v.x, v.y, v.z, v.w}};
-        },
-        [&](const ElementState& state, int i) {
-          const int element = (i << shift) + rank;
-          if (push) {
-            push_element(mailbox, state, i, cluster_size);
-          } else if (last) {
-            write_output(args, finish, state, element);
-          } else {
-            const std::uint64_t at = slot_of(finish.cut, finish.cut.index) * slot_elements + element;
-            __stcg(args.partial_values + at,
-                   make_float4(state.values[0], state.values[1], state.values[2], state.values[3]));
-            __stcg(args.partial_states + at, make_float2(state.max_score, state.sum_exp));
-          }
-        });
-    if (push) {
-#if __CUDA_ARCH__ >= 900
-      while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
+  for (bool of_warps = true;; of_warps = false) {
+    const bool push = of_warps && cluster_size > 1;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+      const ElementSources from = of_warps ? finish.warps.sources(i) : mailbox.sources(i);
+      const ElementState state = sources == 1 ? from(0) : fold_sources<4>(0, sources, from);
+      if (push) {
+        push_element(mailbox, state, i, cluster_size);
+        continue;
       }
-#endif
-      from = From::mailbox;
-      sources = cluster_size;
-    } else if (last || !is_last_piece(args, finish.cut)) {
-      return;
-    } else {
-      from = From::workspace;
-      sources = finish.cut.count;
+      const int element = (i << shift) + rank;
+      if (finish.piece.whole) {
+        write_output(args, finish, state, element);
+      } else {
+        const std::uint64_t slot = slot_of(finish.cut, finish.cut.index);
+        const std::uint64_t at = (slot * static_cast<std::uint64_t>(args.row_heads) << args.head_shift) + element;
+        __stcg(args.partial_values + at,
+               make_float4(state.values[0], state.values[1], state.values[2], state.values[3]));
+        __stcg(args.partial_states + at, make_float2(state.max_score, state.sum_exp));
+      }
     }
+    if (!push) {
+      break;
+    }
+#if __CUDA_ARCH__ >= 900
+    while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
+    }
+#endif
     count = mailbox.slice;
+    sources = cluster_size;
+  }
+  if (!finish.piece.whole && is_last_piece(args, finish.cut)) {
+    gather_pieces(args, finish, mailbox.slice);
   }
 }
 

@@ -67,7 +67,11 @@ struct SoftmaxState {
 
   // merge() where other.max_score is known not to exceed max_score.
   SINGLE_QUERY_HOST_DEVICE void merge_below(const SoftmaxState& other) {
-    const float factor = softmax_weight(other.max_score, max_score);
+    add(other, softmax_weight(other.max_score, max_score));
+  }
+
+  // Add another state's sums times `factor`, which refers them to max_score.
+  SINGLE_QUERY_HOST_DEVICE void add(const SoftmaxState& other, float factor) {
     sum_exp += factor * other.sum_exp;
     for (int i = 0; i < Size; ++i) {
       values[i] += factor * other.values[i];
@@ -95,13 +99,11 @@ struct SoftmaxState {
   // Element i of the attention output; 0 without keys. `value_scale` is the one the values were accumulated with. The
   // output is a mean of values: where it would overflow only because of rounding, it is the largest number.
   SINGLE_QUERY_HOST_DEVICE float output(int i, float value_scale) const {
-    if (sum_exp == 0) {
-      return 0;
-    }
     const float scaled = values[i] * reciprocal(sum_exp);
     const float mean = scaled * (1.0f / value_scale);
     const float largest = 0x1.fffffep127f;
-    return fabsf(mean) > largest && fabsf(scaled) <= largest ? copysignf(largest, scaled) : mean;
+    const float finite = fabsf(mean) > largest && fabsf(scaled) <= largest ? copysignf(largest, scaled) : mean;
+    return sum_exp == 0 ? 0.0f : finite; // last, so that the division is one for all elements
   }
 };
 

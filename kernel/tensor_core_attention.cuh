@@ -128,16 +128,11 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
           excluded = modifiers.apply(problem, piece, tile_key, scores);
           modifiers.load_mask(problem, piece, key + stride); // with a mask there are no teams
         }
-#pragma unroll
-        for (int block = 0; block < Shape::head_blocks; ++block) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (!modified) {
-              scores[block][i] *= problem.scale;
-            }
-            const bool in_piece = is_in(piece.keys, tile_key + threadIdx.x % 32 / 4 + i / 2 * 8);
-            scores[block][i] = !in_piece ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
-          }
+        if (!modified) {
+          scale_scores<Shape>(problem.scale, scores);
+        }
+        if (missing || tile_key < piece.keys.begin || piece.keys.end - tile_key < step_keys) {
+          replace_scores<Shape>(piece.keys, tile_key, missing, scores);
         }
         softmax_step<Shape>(scores, state);
         if (!Shape::teams) {

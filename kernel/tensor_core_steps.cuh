@@ -36,13 +36,15 @@ struct TensorCoreShape {
 template <class Shape>
 struct TensorCoreState {
   float max_score[Shape::head_blocks][2];
-  float sum_exp[Shape::head_blocks][2]; // of this lane's keys only
+  float reference[Shape::head_blocks][2]; // of the exponentials: max_score, or 0 where that is -inf
+  float sum_exp[Shape::head_blocks][2];   // of this lane's keys only
   float output[Shape::head_blocks][Shape::dim_steps][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
       max_score[block][0] = max_score[block][1] = negative_infinity;
+      reference[block][0] = reference[block][1] = 0;
       sum_exp[block][0] = sum_exp[block][1] = 0;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
@@ -144,43 +146,77 @@ __device__ __forceinline__ void multiply_values(const unsigned char* value_tile,
   }
 }
 
-// Bring the state to the step's maximum and turn scores into weights.
 template <class Shape>
-__device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks][4], TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void scale_scores(float scale, float (&scores)[Shape::head_blocks][4]) {
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
-    float largest[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      largest[h] = fmaxf(scores[block][h], scores[block][2 + h]);
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], offset));
-      }
-      largest[h] = fmaxf(state.max_score[block][h], largest[h]);
-    }
-    if (__any_sync(0xffffffffu, largest[0] > state.max_score[block][0] || largest[1] > state.max_score[block][1])) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float factor = softmax_weight(state.max_score[block][h], largest[h]);
-        state.max_score[block][h] = largest[h];
-        state.sum_exp[block][h] *= factor;
-#pragma unroll
-        for (int m = 0; m < Shape::dim_steps; ++m) {
-          state.output[block][m][h] *= factor;
-          state.output[block][m][2 + h] *= factor;
-        }
-      }
-    }
-    float reference[2]; // as in softmax_weight()
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float max_score = state.max_score[block][h];
-      reference[h] = max_score == negative_infinity ? 0.0f : max_score;
-    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      scores[block][i] = __expf(scores[block][i] - reference[i % 2]); // to be rounded to 16 bits
+      scores[block][i] *= scale;
+    }
+  }
+}
+
+// Scores of keys that are not in the piece become -inf, others NaN if their page does not exist.
+template <class Shape>
+__device__ __forceinline__ void replace_scores(KeyRange keys, std::uint32_t first_key, bool missing,
+                                               float (&scores)[Shape::head_blocks][4]) {
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool in_piece = is_in(keys, first_key + threadIdx.x % 32 / 4 + i / 2 * 8);
+      scores[block][i] = !in_piece ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
+    }
+  }
+}
+
+// Bring the state to maxima that include the step's.
+template <class Shape>
+__device__ __forceinline__ void raise_maxima(const float (&scores)[Shape::head_blocks][4],
+                                             TensorCoreState<Shape>& state) {
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = fmaxf(scores[block][h], scores[block][2 + h]);
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+      }
+      largest = fmaxf(state.max_score[block][h], largest);
+      const float factor = softmax_weight(state.max_score[block][h], largest);
+      state.max_score[block][h] = largest;
+      state.reference[block][h] = largest == negative_infinity ? 0.0f : largest;
+      state.sum_exp[block][h] *= factor;
+#pragma unroll
+      for (int m = 0; m < Shape::dim_steps; ++m) {
+        state.output[block][m][h] *= factor;
+        state.output[block][m][2 + h] *= factor;
+      }
+    }
+  }
+}
+
+// Turn a step's scores into weights. Once the largest scores have come by, maxima change no more.
+template <class Shape>
+__device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks][4], TensorCoreState<Shape>& state) {
+  bool larger = false;
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      larger = larger || scores[block][i] > state.max_score[block][i % 2];
+    }
+  }
+  if (__any_sync(0xffffffffu, larger)) {
+    raise_maxima<Shape>(scores, state);
+  }
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[block][i] = fast_exp(scores[block][i] - state.reference[block][i % 2]); // to be rounded to 16 bits
       state.sum_exp[block][i % 2] += scores[block][i];
     }
   }

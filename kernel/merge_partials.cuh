@@ -1,7 +1,7 @@
 // From the softmax states of a block's warps to the output of their row, in up to three folds: of the block's warps; of
 // the blocks of a cluster, which push their states to the block that owns a slice of the output; of the pieces of a row
 // that is cut over blocks or clusters, which the last to arrive gathers through global memory. Then write the result.
-// Both kernel bodies end here, in one compiled copy: sizes and types are run-time values.
+// Both kernel bodies end here: sizes are run-time values.
 //
 // An element is four head dims of one query head: element = head << head_shift | dim / 4. All folds run over elements,
 // take their sources in a fixed order, and so give the same bits every time.
@@ -84,7 +84,8 @@ struct ClusterMailbox {
 
 // Merge load(begin) .. load(end - 1) in order, at least one. The loads of a batch are independent, so that they
 // overlap.
-template <int batch_size, class Load>
+// fast: weights need no more precision than 16-bit results show.
+template <int batch_size, bool fast, class Load>
 __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::uint32_t end, const Load& load) {
   ElementState total;
 #pragma unroll 1
@@ -104,7 +105,8 @@ __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::u
     total.max_score = max_score;
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
-      total.merge_below(sources[k]);
+      const float distance = sources[k].max_score - (max_score == negative_infinity ? 0.0f : max_score);
+      total.add(sources[k], fast ? fast_exp(distance) : expf(distance));
     }
   }
   return total;
@@ -139,6 +141,7 @@ struct Finish {
 };
 
 // Output and log-sum-exp of one element; the sink joins here, once a row.
+template <bool float32>
 __device__ __forceinline__ void write_output(const KernelArguments& args, const Finish& finish, ElementState state,
                                              int element) {
   const AttentionProblem& problem = args.problem;
@@ -151,7 +154,7 @@ __device__ __forceinline__ void write_output(const KernelArguments& args, const 
   if (problem.sinks != nullptr) {
     state.merge_sink(problem.sinks[query_head * problem.sinks_stride]);
   }
-  const float scale = value_scale(problem.dtype == DataType::float16);
+  const float scale = float32 ? wide_value_scale : value_scale(problem.dtype == DataType::float16);
   float output[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -159,15 +162,12 @@ __device__ __forceinline__ void write_output(const KernelArguments& args, const 
   }
   const std::int64_t at =
       finish.piece.batch * problem.output_stride_batch + query_head * problem.output_stride_head + dim;
-  switch (problem.dtype) {
-  case DataType::float16:
-    store_four(static_cast<__half*>(problem.output) + at, output, left, args.output_vectors);
-    break;
-  case DataType::bfloat16:
-    store_four(static_cast<__nv_bfloat16*>(problem.output) + at, output, left, args.output_vectors);
-    break;
-  default:
+  if constexpr (float32) {
     store_four(static_cast<float*>(problem.output) + at, output, left, args.output_vectors);
+  } else if (problem.dtype == DataType::float16) {
+    store_four(static_cast<__half*>(problem.output) + at, output, left, args.output_vectors);
+  } else {
+    store_four(static_cast<__nv_bfloat16*>(problem.output) + at, output, left, args.output_vectors);
   }
   if (dim == 0 && problem.lse != nullptr) {
     problem.lse[finish.piece.batch * problem.lse_stride_batch + query_head * problem.lse_stride_head] =
@@ -231,6 +231,7 @@ __device__ __forceinline__ void push_element(const ClusterMailbox& mailbox, cons
 
 // The pieces of a row from global memory, by the block that came last, or each block of such a cluster for the elements
 // that it owns. As many lanes as the block can spare share an element and merge their ranges of pieces at the end.
+template <bool float32>
 __device__ __forceinline__ void gather_pieces(const KernelArguments& args, const Finish& finish, int count) {
   const int cluster_shift = log2_floor(args.plan.cluster_size);
   const int rank = static_cast<int>(blockIdx.x) & (args.plan.cluster_size - 1);
@@ -249,7 +250,7 @@ __device__ __forceinline__ void gather_pieces(const KernelArguments& args, const
     const int element = (i << cluster_shift) + rank;
     ElementState state;
     if (i < count) {
-      state = fold_sources<8>(begin, end, [&](std::uint32_t piece) -> ElementState {
+      state = fold_sources<8, !float32>(begin, end, [&](std::uint32_t piece) -> ElementState {
         const std::uint64_t at = slot_of(finish.cut, piece) * slot_elements + element;
         const float4 v = __ldcg(args.partial_values + at);
         const float2 s = __ldcg(args.partial_states + at);
@@ -260,12 +261,13 @@ __device__ __forceinline__ void gather_pieces(const KernelArguments& args, const
       merge_lanes(state, 1u << shift);
     }
     if (lane == 0 && i < count) {
-      write_output(args, finish, state, element);
+      write_output<float32>(args, finish, state, element);
     }
   }
 }
 
 // The end of a piece. All threads of the block call it, when each warp has left its state in finish.warps.
+template <bool float32>
 __device__ __forceinline__ void finish_piece(const KernelArguments& args, const Finish& finish) {
   const int cluster_size = args.plan.cluster_size;
   const int shift = log2_floor(cluster_size);
@@ -287,14 +289,14 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
       const ElementSources from = of_warps ? finish.warps.sources(i) : mailbox.sources(i);
-      const ElementState state = sources == 1 ? from(0) : fold_sources<4>(0, sources, from);
+      const ElementState state = sources == 1 ? from(0) : fold_sources<4, !float32>(0, sources, from);
       if (push) {
         push_element(mailbox, state, i, cluster_size);
         continue;
       }
       const int element = (i << shift) + rank;
       if (finish.piece.whole) {
-        write_output(args, finish, state, element);
+        write_output<float32>(args, finish, state, element);
       } else {
         const std::uint64_t slot = slot_of(finish.cut, finish.cut.index);
         const std::uint64_t at = (slot * static_cast<std::uint64_t>(args.row_heads) << args.head_shift) + element;
@@ -314,7 +316,7 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
     sources = cluster_size;
   }
   if (!finish.piece.whole && is_last_piece(args, finish.cut)) {
-    gather_pieces(args, finish, mailbox.slice);
+    gather_pieces<float32>(args, finish, mailbox.slice);
   }
 }
 

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
     if (lane < Shape::lanes) {
       state.store(states, warp, lane, value_vectors);
     }
-    finish_piece(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, mailbox});
+    finish_piece<true>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, mailbox});
   }
 }
 

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __syncwarp();
     }
     stage_state<Shape>(states, state);
-    finish_piece(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, area});
+    finish_piece<false>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, area});
   }
 }
 

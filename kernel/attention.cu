@@ -42,7 +42,7 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
-          {step_keys, team, small_warps, wide || team > 1 ? 1 : 2, small_warps, most_warps, team > 1 ? 16u : 32u, true},
+          {step_keys, team, small_warps, wide || team > 1 ? 1 : 2, small_warps, most_warps, 16, true},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -102,7 +102,7 @@ SingleStepKernel single_step_kernel() {
   return {reinterpret_cast<const void*>(&simt_single_step<Shape>), Shape::warps, Shape::cluster_size, Shape::general};
 }
 
-// general: with what only the general variant knows, which comes in one shape.
+// general: with what only the general variant knows.
 template <typename Scalar, int vectors>
 SingleStepKernel select_single_step(bool general, std::uint32_t keys, std::int64_t rows, const DeviceTraits& device) {
   using SmallBlock = SingleStepShape<Scalar, vectors, 8, 2, 1>;
@@ -110,16 +110,26 @@ SingleStepKernel select_single_step(bool general, std::uint32_t keys, std::int64
   using GeneralBlock = SingleStepShape<Scalar, vectors, 8, 4, 1, true>;
   using SmallCluster = SingleStepShape<Scalar, vectors, 4, 2, 8>;
   using LargeCluster = SingleStepShape<Scalar, vectors, 8, 4, 8>;
-  if (keys <= Block::most_keys) {
+  const bool clusters = device.has_clusters && rows * SmallCluster::cluster_size <= device.multiprocessors;
+  // One block where that is fast or the only way. The same for all numbers of keys that the general variant takes.
+  if (keys <= Block::most_keys && (vectors == 1 || !clusters)) {
     return general                         ? single_step_kernel<GeneralBlock>()
            : keys <= SmallBlock::most_keys ? single_step_kernel<SmallBlock>()
                                            : single_step_kernel<Block>();
   }
-  if (general || !device.has_clusters || rows * SmallCluster::cluster_size > device.multiprocessors ||
-      keys > LargeCluster::most_keys) {
+  if (!clusters || keys > LargeCluster::most_keys) {
     return {};
   }
-  return keys <= SmallCluster::most_keys ? single_step_kernel<SmallCluster>() : single_step_kernel<LargeCluster>();
+  if (!general) {
+    return keys <= SmallCluster::most_keys ? single_step_kernel<SmallCluster>() : single_step_kernel<LargeCluster>();
+  }
+  if constexpr (vectors > 1) {
+    using GeneralCluster = SingleStepShape<Scalar, vectors, 4, 2, 8, true>;
+    if (keys <= GeneralCluster::most_keys) {
+      return single_step_kernel<GeneralCluster>();
+    }
+  }
+  return {};
 }
 
 template <typename Scalar>

@@ -124,7 +124,7 @@ struct StepRows {
     };
 #pragma unroll
     for (int r = 0; r < Shape::rows; ++r) {
-      const std::uint32_t key = range.begin + key_of(r, threadIdx.x / 32);
+      const std::uint32_t key = range.begin + key_of(r, blockIdx.x * Shape::warps + threadIdx.x / 32);
       in_range[r] = key < range.end;
       distance[r] = static_cast<float>(static_cast<int>(key - (length - 1)));
       mask[r] = in_range[r] ? mask_value(problem, blockIdx.z, blockIdx.y, key) : 0.0f;

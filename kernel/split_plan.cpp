@@ -52,24 +52,35 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   if (problem.split_size > 0 || lengths_differ || rows > device.multiprocessors) {
     return plan_walk(problem, rows, keys, body, device);
   }
-  // Small blocks on all multiprocessors; large ones where small ones would be more than one cluster a row, which costs
-  // a merge through global memory, or too few warps to keep the memory busy.
   const std::uint32_t row_count = static_cast<std::uint32_t>(rows);
   const std::uint32_t half = power_of_two_at_most(static_cast<std::uint32_t>(device.multiprocessors)) / 2;
+  const std::uint32_t most = std::max(half, row_count); // large blocks that run at once
   const auto blocks_of = [&](int warps, std::uint32_t most_blocks) {
     return blocks_per_row(row_count, keys, most_blocks, static_cast<std::uint32_t>(warps) * body.least_warp_keys);
   };
+  const std::uint32_t small_step = static_cast<std::uint32_t>(body.small_warps * body.keys_per_warp);
+  const std::uint32_t large_step = static_cast<std::uint32_t>(body.most_warps * body.keys_per_warp);
   SplitPlan plan{};
   plan.team = body.team;
   plan.warps = body.small_warps;
-  std::uint32_t blocks = blocks_of(plan.warps, row_count > half ? 2 * row_count : 2 * half);
-  const std::uint32_t large_step = static_cast<std::uint32_t>(body.most_warps * body.keys_per_warp);
-  if (body.pairs ? blocks > most_cluster && body.most_warps > body.small_warps && 2 * row_count <= half
-                 : keys / blocks >= 4 * large_step) {
-    plan.warps = body.most_warps;
-    blocks = blocks_of(plan.warps, body.pairs ? half : 2 * half);
+  std::uint32_t blocks = 0;
+  if (body.pairs) {
+    // Teams have more to compute than to read.
+    plan.warps = keys <= small_step ? body.small_warps : body.most_warps;
+    blocks = blocks_of(plan.warps, body.team > 1 ? 2 * most : most);
+    // Few rows that leave many multiprocessors without a block, and long enough for a walk to pay.
+    const std::uint32_t seats = row_count > half ? 2 * half : half;
+    if (8 * blocks * row_count < 7 * seats && keys >= 16 * blocks * large_step) {
+      return plan_walk(problem, rows, keys, body, device);
+    }
+  } else {
+    blocks = blocks_of(plan.warps, 2 * most);
+    if (keys / blocks >= 4 * large_step) {
+      plan.warps = body.most_warps;
+      blocks = blocks_of(plan.warps, 2 * half);
+    }
   }
-  if (keys * plan.team <= 8 * most_cluster * large_step) { // a cluster's steps take less than a merge of clusters
+  if (keys * plan.team <= 5 * most_cluster * large_step) { // a cluster's steps take less than a merge of clusters
     plan.warps = blocks > most_cluster ? body.most_warps : plan.warps;
     blocks = std::min(blocks, most_cluster);
   }
@@ -78,7 +89,7 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   }
   // Clusters of 8 do not fit onto all multiprocessors at once.
   const bool many = blocks * row_count > half && blocks > most_cluster;
-  plan.cluster_size = static_cast<int>(many ? (plan.team > 1 ? 4 : 2) : std::min(blocks, most_cluster));
+  plan.cluster_size = static_cast<int>(many ? 2 : std::min(blocks, most_cluster));
   plan.clusters = static_cast<int>(blocks) / plan.cluster_size;
   plan.least_block_keys = static_cast<std::uint32_t>(plan.warps) * body.least_warp_keys;
   return plan;

@@ -26,10 +26,10 @@ struct BodyTraits {
   int team;                      // warps that share their keys and have tiles of query heads of their own
   int walk_warps;                // warps a block in walk mode
   int blocks_per_multiprocessor; // resident blocks of that size
-  int small_warps;               // warps a block in by_row mode
-  int most_warps;                // the same of the few blocks that have a multiprocessor to themselves
+  int small_warps;               // warps a block in by_row mode, of few keys
+  int most_warps;                // the same of many
   std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp
-  bool pairs;                    // a large block keeps the memory port of two multiprocessors busy
+  bool pairs;                    // a large block keeps the memory port of a pair of multiprocessors busy
 };
 
 struct SplitPlan {
@@ -61,12 +61,12 @@ SINGLE_QUERY_HOST_DEVICE std::uint32_t power_of_two_at_most(std::uint32_t x) {
   return 1u << log2_floor(x);
 }
 
-// Blocks that share a row of `keys` keys in by_row mode: every block gets at least least_block_keys, all together at
-// most most_blocks. Powers of two, so that all shares are equal: equal shares beat more multiprocessors.
+// Blocks that share a row of `keys` keys in by_row mode: every block gets about least_block_keys or more, all together
+// at most most_blocks. Powers of two, so that all shares are equal: equal shares beat more multiprocessors.
 SINGLE_QUERY_HOST_DEVICE std::uint32_t blocks_per_row(std::uint32_t rows, std::uint32_t keys, std::uint32_t most_blocks,
                                                       std::uint32_t least_block_keys) {
   const std::uint32_t by_device = most_blocks / rows;
-  const std::uint32_t by_keys = keys / least_block_keys;
+  const std::uint32_t by_keys = (keys + least_block_keys / 2) / least_block_keys;
   const std::uint32_t blocks = by_device < by_keys ? by_device : by_keys;
   return power_of_two_at_most(blocks == 0 ? 1 : blocks);
 }

@@ -18,6 +18,7 @@ constexpr int stream_rows = 16;
 constexpr int tile_sums = 8; // vectors of sums that a tile keeps in registers
 constexpr int padded_head_dim = static_cast<int>(max_head_dim);
 constexpr int block_size = static_cast<int>(block_keys);
+constexpr int chain_rows = 32; // value rows that are added one by one, see chain_length
 
 // The head_dim elements of a row as vectors: the last one ends where the row ends and repeats lanes of the one before
 // where head_dim is no multiple of `lanes`, so that nothing past a row is read.
@@ -53,10 +54,11 @@ struct Block {
 struct TaskState {
   alignas(64) float query[most_task_heads][padded_head_dim];
   alignas(64) float values[most_task_heads][padded_head_dim];
-  alignas(64) float block_values[most_task_heads][padded_head_dim];
-  alignas(64) float scores[most_task_heads][block_size]; // then weights times the value scale
+  alignas(64) float block_values[most_task_heads][padded_head_dim]; // between blocks: the rest, see add_chain()
+  alignas(64) float scores[most_task_heads][block_size];            // then weights times the value scale
   float max_score[most_task_heads];
   float sum_exp[most_task_heads];
+  float sum_rest[most_task_heads];
   float rescale[most_task_heads]; // of the values so far, for the block in hand
   ScoreModifiers modifiers[most_task_heads];
 };
@@ -136,22 +138,20 @@ inline void weigh_scores(const Block<Element>& block, int h, float value_scale, 
   }
   state.rescale[h] = softmax_weight(state.max_score[h], max_score);
   state.max_score[h] = max_score;
-  state.sum_exp[h] = state.sum_exp[h] * state.rescale[h] + sum_of_lanes(sums);
+  float chain = state.sum_rest[h] * state.rescale[h] + sum_of_lanes(sums);
+  state.sum_exp[h] = add_chain(state.sum_exp[h] * state.rescale[h], chain);
+  state.sum_rest[h] = chain;
 }
 
-// block_values[h] += sum_k weights[h, k] rows[k], for rows begin .. end - 1, `heads` heads and `count` vectors of the
-// row from `first` on.
+// block_values[h] += sum_k weights[h, k] rows[k], a chain of rows begin .. end - 1, for `heads` heads and `count`
+// vectors of the row from `first` on.
 template <int heads, int count, typename Element>
 inline void value_tile(const RowVectors& vectors, const Block<Element>& block, int begin, int end, int head, int first,
                        TaskState& state) {
   const int offset = first * lanes;
   const int last_offset = vectors.offset(first + count - 1);
   Vector sums[heads * count];
-  for (int h = 0; h < heads; ++h) {
-    for (int i = 0; i < count; ++i) {
-      sums[h * count + i] = load(state.block_values[head + h] + offset + i * lanes);
-    }
-  }
+  clear(sums);
   for (int k = begin; k < end; ++k) {
     const Element* row = block.value_rows[k];
     for (int i = 0; i < count; ++i) {
@@ -163,7 +163,8 @@ inline void value_tile(const RowVectors& vectors, const Block<Element>& block, i
   }
   for (int h = 0; h < heads; ++h) {
     for (int i = 0; i < count; ++i) {
-      store(state.block_values[head + h] + offset + i * lanes, sums[h * count + i]);
+      float* values = state.block_values[head + h] + offset + i * lanes;
+      store(values, load(values) + sums[h * count + i]);
     }
   }
 }
@@ -226,10 +227,11 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
   for (int h = first_head; h < end_head; ++h) {
     weigh_scores(block, h, value_scale, state);
     for (int i = 0; i < vectors.count; ++i) {
-      store(state.block_values[h] + i * lanes, Vector{});
+      float* rest = state.block_values[h] + i * lanes;
+      store(rest, load(rest) * state.rescale[h]);
     }
   }
-  const int rows = streams ? stream_rows : block_size;
+  const int rows = streams ? stream_rows : chain_rows;
   for (int k = 0; k < count; k += rows) {
     if (streams) {
       prefetch(vectors, block, count + k + stream_rows, stream_rows);
@@ -239,7 +241,12 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
   for (int h = first_head; h < end_head; ++h) {
     for (int i = 0; i < vectors.count; ++i) {
       float* values = state.values[h] + i * lanes;
-      store(values, load(values) * state.rescale[h] + load(state.block_values[h] + i * lanes));
+      float* chain = state.block_values[h] + i * lanes;
+      const Vector sum = load(values) * state.rescale[h];
+      const Vector total = sum + load(chain);
+      const Vector rest = load(chain) - (total - sum);
+      store(values, total);
+      store(chain, rest - rest == 0 ? rest : Vector{}); // as in add_chain()
     }
   }
 }

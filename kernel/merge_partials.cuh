@@ -64,14 +64,15 @@ struct ClusterMailbox {
   }
 };
 
-// Merge load(begin) .. load(end - 1) in order. The loads of a batch are independent, so that they overlap.
+// Merge load(begin) .. load(end - 1) in order, a chain of batch_size at a time. The loads of a batch are independent,
+// so that they overlap.
 template <int batch_size, class Load>
 __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::uint32_t end, Load load) {
-  ElementState total;
+  ElementState total, chain;
 #pragma unroll 1
   for (std::uint32_t i = begin; i < end; i += batch_size) {
     ElementState sources[batch_size];
-    float max_score = total.max_score;
+    float max_score = chain.max_score;
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
       if (i + k < end) {
@@ -82,11 +83,15 @@ __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::u
     for (int k = 0; k < batch_size; ++k) {
       max_score = fmaxf(max_score, sources[k].max_score);
     }
-    total.raise_max(max_score);
+    chain.raise_max(max_score);
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
-      total.merge_below(sources[k]);
+      chain.merge_below(sources[k]);
     }
+    if (end - begin <= batch_size) {
+      return chain;
+    }
+    total.merge_chain(chain);
   }
   return total;
 }

@@ -34,7 +34,8 @@ struct TensorCoreShape {
 template <class Shape>
 struct TensorCoreState {
   float max_score[Shape::head_blocks][2];
-  float sum_exp[Shape::head_blocks][2]; // of this lane's keys only
+  float sum_exp[Shape::head_blocks][2];  // of this lane's keys only
+  float sum_rest[Shape::head_blocks][2]; // what that has rounded off, see add_chain()
   float output[Shape::head_blocks][Shape::dim_steps][4];
 
   __device__ __forceinline__ void clear() {
@@ -42,6 +43,7 @@ struct TensorCoreState {
     for (int block = 0; block < Shape::head_blocks; ++block) {
       max_score[block][0] = max_score[block][1] = negative_infinity;
       sum_exp[block][0] = sum_exp[block][1] = 0;
+      sum_rest[block][0] = sum_rest[block][1] = 0;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
 #pragma unroll
@@ -163,6 +165,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks]
         const float factor = softmax_weight(state.max_score[block][h], largest[h]);
         state.max_score[block][h] = largest[h];
         state.sum_exp[block][h] *= factor;
+        state.sum_rest[block][h] *= factor;
 #pragma unroll
         for (int m = 0; m < Shape::dim_steps; ++m) {
           state.output[block][m][h] *= factor;
@@ -179,7 +182,11 @@ __device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scores[block][i] = __expf(scores[block][i] - reference[i % 2]); // to be rounded to 16 bits
-      state.sum_exp[block][i % 2] += scores[block][i];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state.sum_rest[block][h] += scores[block][h] + scores[block][2 + h];
+      state.sum_exp[block][h] = add_chain(state.sum_exp[block][h], state.sum_rest[block][h]);
     }
   }
 }

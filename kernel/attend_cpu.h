@@ -12,13 +12,12 @@
 namespace single_query {
 namespace {
 
-// Of keys and values that no cache holds: how far ahead rows are asked for, and how many value rows are used up at once
-// by all heads. Where a cache holds them, both cost more than they save.
-constexpr int stream_rows = 16;
+// How many value rows are used up at once by all heads: a chain of additions, see chain_length. And how far ahead rows
+// of keys and values are asked for that no cache holds; where a cache holds them, that costs more than it saves.
+constexpr int chain_rows = 16;
 constexpr int tile_sums = 8; // vectors of sums that a tile keeps in registers
 constexpr int padded_head_dim = static_cast<int>(max_head_dim);
 constexpr int block_size = static_cast<int>(block_keys);
-constexpr int chain_rows = 32; // value rows that are added one by one, see chain_length
 
 // The head_dim elements of a row as vectors: the last one ends where the row ends and repeats lanes of the one before
 // where head_dim is no multiple of `lanes`, so that nothing past a row is read.
@@ -220,7 +219,7 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
   }
   for (int k = 0; k < count; k += tile_sums) {
     if (streams) {
-      prefetch(vectors, block, k + stream_rows, tile_sums);
+      prefetch(vectors, block, k + chain_rows, tile_sums);
     }
     dot_rows<4>(vectors, block, k, first_head, end_head, state);
   }
@@ -231,12 +230,11 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
       store(rest, load(rest) * state.rescale[h]);
     }
   }
-  const int rows = streams ? stream_rows : chain_rows;
-  for (int k = 0; k < count; k += rows) {
+  for (int k = 0; k < count; k += chain_rows) {
     if (streams) {
-      prefetch(vectors, block, count + k + stream_rows, stream_rows);
+      prefetch(vectors, block, count + k + chain_rows, chain_rows);
     }
-    add_values<4>(vectors, block, k, k + rows < count ? k + rows : count, first_head, end_head, state);
+    add_values<4>(vectors, block, k, k + chain_rows < count ? k + chain_rows : count, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
     for (int i = 0; i < vectors.count; ++i) {

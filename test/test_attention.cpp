@@ -189,7 +189,7 @@ TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with
   };
   for (const std::int64_t group : {1, 4}) {
     for (const std::int64_t head_dim : {3, 128}) {
-      for (const std::int64_t keys : {64, 500, 3000, 70'000}) {
+      for (const std::int64_t keys : {64, 500, 3000, 20'000}) {
         AttentionCase c = in_one_split(DataType::float32, group, keys, head_dim);
         c.key.shared = c.value.shared = "s";
         expect_within_gate(AttentionData(c));

@@ -213,6 +213,20 @@ TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with
   }
 }
 
+TEST_ON_EACH_DEVICE("An infinite value stays one, however many keys come after it") {
+  for (const std::int64_t head_dim : {3, 128}) {
+    for (const std::int64_t group : {1, 4}) {
+      for (const std::int64_t split_size : {32, 10'000}) {
+        AttentionCase c = sized(DataType::float32, 1, 1, group, 10'000, head_dim);
+        c.split_size = split_size;
+        AttentionData data(c);
+        data.set_value(0, 0, 0, 0, INFINITY);
+        expect_pass(data, device);
+      }
+    }
+  }
+}
+
 TEST_ON_EACH_DEVICE("Strides of axes of size 1 do not matter") {
   for (const DataType dtype : dtypes) {
     for (const std::int64_t keys : {1, 70}) {

@@ -85,6 +85,8 @@ TEST_ON_EACH_DEVICE("However many equal parts are merged, they agree with double
       }
     }
     expect_merged(data, device);
+    data.set_output(0, 0, 0, INFINITY);
+    CHECK(output_at(data.run(device), 0) == INFINITY);
   }
 }
 

@@ -12,9 +12,9 @@
 namespace single_query {
 namespace {
 
-// Of keys and values that no cache holds: how far ahead rows are asked for, and how many value rows are used up at once
-// by all heads. Where a cache holds them, both cost more than they save.
-constexpr int stream_rows = 16;
+// How many value rows are used up at once by all heads: a chain of additions, see chain_length. And how far ahead rows
+// of keys and values are asked for that no cache holds; where a cache holds them, that costs more than it saves.
+constexpr int chain_rows = 16;
 constexpr int tile_sums = 8; // vectors of sums that a tile keeps in registers
 constexpr int padded_head_dim = static_cast<int>(max_head_dim);
 constexpr int block_size = static_cast<int>(block_keys);
@@ -53,10 +53,11 @@ struct Block {
 struct TaskState {
   alignas(64) float query[most_task_heads][padded_head_dim];
   alignas(64) float values[most_task_heads][padded_head_dim];
-  alignas(64) float block_values[most_task_heads][padded_head_dim];
-  alignas(64) float scores[most_task_heads][block_size]; // then weights times the value scale
+  alignas(64) float block_values[most_task_heads][padded_head_dim]; // between blocks: the rest, see add_chain()
+  alignas(64) float scores[most_task_heads][block_size];            // then weights times the value scale
   float max_score[most_task_heads];
   float sum_exp[most_task_heads];
+  float sum_rest[most_task_heads];
   float rescale[most_task_heads]; // of the values so far, for the block in hand
   ScoreModifiers modifiers[most_task_heads];
 };
@@ -136,22 +137,20 @@ inline void weigh_scores(const Block<Element>& block, int h, float value_scale, 
   }
   state.rescale[h] = softmax_weight(state.max_score[h], max_score);
   state.max_score[h] = max_score;
-  state.sum_exp[h] = state.sum_exp[h] * state.rescale[h] + sum_of_lanes(sums);
+  float chain = state.sum_rest[h] * state.rescale[h] + sum_of_lanes(sums);
+  state.sum_exp[h] = add_chain(state.sum_exp[h] * state.rescale[h], chain);
+  state.sum_rest[h] = chain;
 }
 
-// block_values[h] += sum_k weights[h, k] rows[k], for rows begin .. end - 1, `heads` heads and `count` vectors of the
-// row from `first` on.
+// block_values[h] += sum_k weights[h, k] rows[k], a chain of rows begin .. end - 1, for `heads` heads and `count`
+// vectors of the row from `first` on.
 template <int heads, int count, typename Element>
 inline void value_tile(const RowVectors& vectors, const Block<Element>& block, int begin, int end, int head, int first,
                        TaskState& state) {
   const int offset = first * lanes;
   const int last_offset = vectors.offset(first + count - 1);
   Vector sums[heads * count];
-  for (int h = 0; h < heads; ++h) {
-    for (int i = 0; i < count; ++i) {
-      sums[h * count + i] = load(state.block_values[head + h] + offset + i * lanes);
-    }
-  }
+  clear(sums);
   for (int k = begin; k < end; ++k) {
     const Element* row = block.value_rows[k];
     for (int i = 0; i < count; ++i) {
@@ -163,7 +162,8 @@ inline void value_tile(const RowVectors& vectors, const Block<Element>& block, i
   }
   for (int h = 0; h < heads; ++h) {
     for (int i = 0; i < count; ++i) {
-      store(state.block_values[head + h] + offset + i * lanes, sums[h * count + i]);
+      float* values = state.block_values[head + h] + offset + i * lanes;
+      store(values, load(values) + sums[h * count + i]);
     }
   }
 }
@@ -219,27 +219,32 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
   }
   for (int k = 0; k < count; k += tile_sums) {
     if (streams) {
-      prefetch(vectors, block, k + stream_rows, tile_sums);
+      prefetch(vectors, block, k + chain_rows, tile_sums);
     }
     dot_rows<4>(vectors, block, k, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
     weigh_scores(block, h, value_scale, state);
     for (int i = 0; i < vectors.count; ++i) {
-      store(state.block_values[h] + i * lanes, Vector{});
+      float* rest = state.block_values[h] + i * lanes;
+      store(rest, load(rest) * state.rescale[h]);
     }
   }
-  const int rows = streams ? stream_rows : block_size;
-  for (int k = 0; k < count; k += rows) {
+  for (int k = 0; k < count; k += chain_rows) {
     if (streams) {
-      prefetch(vectors, block, count + k + stream_rows, stream_rows);
+      prefetch(vectors, block, count + k + chain_rows, chain_rows);
     }
-    add_values<4>(vectors, block, k, k + rows < count ? k + rows : count, first_head, end_head, state);
+    add_values<4>(vectors, block, k, k + chain_rows < count ? k + chain_rows : count, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
     for (int i = 0; i < vectors.count; ++i) {
       float* values = state.values[h] + i * lanes;
-      store(values, load(values) * state.rescale[h] + load(state.block_values[h] + i * lanes));
+      float* chain = state.block_values[h] + i * lanes;
+      const Vector sum = load(values) * state.rescale[h];
+      const Vector total = sum + load(chain);
+      const Vector rest = load(chain) - (total - sum);
+      store(values, total);
+      store(chain, rest - rest == 0 ? rest : Vector{}); // as in add_chain()
     }
   }
 }

@@ -26,14 +26,18 @@ __global__ void __launch_bounds__(merge_threads) merge_rows(const __grid_constan
     Scalar* output =
         static_cast<Scalar*>(problem.output) + batch * problem.output_stride_batch + head * problem.output_stride_head;
     for (int dim = lane; dim < problem.head_dim; dim += 32) {
-      SoftmaxState<1> total;
+      SoftmaxState<1> total, chain;
       for (std::int64_t part = 0; part < problem.parts; ++part) {
         const float part_lse = lse[part * problem.lse_stride_part];
         if (part_lse != negative_infinity) {
-          total.merge(
+          chain.merge(
               {part_lse, 1.0f, {to_float(outputs[part * problem.outputs_stride_part + dim]) * wide_value_scale}});
         }
+        if (part % chain_length == chain_length - 1) {
+          total.merge_chain(chain);
+        }
       }
+      total.merge_chain(chain);
       output[dim] = from_float<Scalar>(total.output(0, wide_value_scale));
       if (dim == 0 && problem.output_lse != nullptr) {
         problem.output_lse[batch * problem.output_lse_stride_batch + head * problem.output_lse_stride_head] =

@@ -83,15 +83,16 @@ struct ClusterMailbox {
 };
 
 // Merge load(begin) .. load(end - 1) in order, at least one. The loads of a batch are independent, so that they
-// overlap.
-// fast: weights need no more precision than 16-bit results show.
+// overlap. More than a chain of sources are added a batch at a time, see add_chain(). fast: weights need no more
+// precision than 16-bit results show.
 template <int batch_size, bool fast, class Load>
 __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::uint32_t end, const Load& load) {
-  ElementState total;
+  const bool chains = end - begin > chain_length;
+  ElementState total, chain;
 #pragma unroll 1
   for (std::uint32_t i = begin; i < end; i += batch_size) {
     ElementState sources[batch_size];
-    float max_score = total.max_score;
+    float max_score = chain.max_score;
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
       if (i + k < end) {
@@ -100,16 +101,19 @@ __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::u
       max_score = fmaxf(max_score, sources[k].max_score);
     }
     if (i != begin) {
-      total.raise_max(max_score);
+      chain.raise_max(max_score);
     }
-    total.max_score = max_score;
+    chain.max_score = max_score;
 #pragma unroll
     for (int k = 0; k < batch_size; ++k) {
       const float distance = sources[k].max_score - (max_score == negative_infinity ? 0.0f : max_score);
-      total.add(sources[k], fast ? fast_exp(distance) : expf(distance));
+      chain.add(sources[k], fast ? fast_exp(distance) : expf(distance));
+    }
+    if (chains) {
+      total.merge_chain(chain);
     }
   }
-  return total;
+  return chains ? total : chain;
 }
 
 // The states of `lanes` neighbouring lanes become one, the same in all of them.

@@ -76,66 +76,79 @@ __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__
 #endif
     SimtState<Shape> state;
     state.clear();
+    bool staged = false; // the states of earlier steps
+    for (;;) {
+      const std::uint32_t chain_end = min(piece.keys.end, key + Shape::chain_steps * stride);
 #pragma unroll 1
-    for (; key < piece.keys.end; key += stride) {
-      float scores[Shape::rows]; // of this lane's head
-      unsigned excluded = 0;     // a bit per row
-      multiply_keys<Shape>(keys, queries, scores);
+      for (; key < chain_end; key += stride) {
+        float scores[Shape::rows]; // of this lane's head
+        unsigned excluded = 0;     // a bit per row
+        multiply_keys<Shape>(keys, queries, scores);
 #pragma unroll
-      for (int r = 0; r < Shape::rows; ++r) {
-        const std::uint32_t row_key = key + r * Shape::keys_at_once + lane / Shape::lanes;
-        const bool in_range = row_key < piece.keys.end;
-        if (modified) {
-          const float mask = in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
-          const float distance = static_cast<float>(static_cast<int>(row_key - (piece.length - 1)));
-          scores[r] = modified_score(modifiers, scores[r], distance, mask);
-          excluded |= mask == negative_infinity ? 1u << r : 0u;
-        } else {
-          scores[r] *= problem.scale;
+        for (int r = 0; r < Shape::rows; ++r) {
+          const std::uint32_t row_key = key + r * Shape::keys_at_once + lane / Shape::lanes;
+          const bool in_range = row_key < piece.keys.end;
+          if (modified) {
+            const float mask = in_range ? mask_value(problem, piece.batch, own_query_head, row_key) : 0.0f;
+            const float distance = static_cast<float>(static_cast<int>(row_key - (piece.length - 1)));
+            scores[r] = modified_score(modifiers, scores[r], distance, mask);
+            excluded |= mask == negative_infinity ? 1u << r : 0u;
+          } else {
+            scores[r] *= problem.scale;
+          }
+          scores[r] = !in_range || (excluded >> r & 1) ? negative_infinity
+                      : missing >> r & 1               ? __int_as_float(0x7fffffff)
+                                                       : scores[r];
         }
-        scores[r] = !in_range || (excluded >> r & 1) ? negative_infinity
-                    : missing >> r & 1               ? __int_as_float(0x7fffffff)
-                                                     : scores[r];
-      }
-      const bool more = key + stride < piece.keys.end;
-      if (more) {
-        readable = find_rows<Shape, plain>(problem, piece, key + stride, slots, missing);
-        key_reader.load(keys, slots, readable);
-      }
-      float largest = state.max_score;
+        const bool more = key + stride < chain_end;
+        if (more) {
+          readable = find_rows<Shape, plain>(problem, piece, key + stride, slots, missing);
+          key_reader.load(keys, slots, readable);
+        }
+        float largest = state.max_score;
 #pragma unroll
-      for (int r = 0; r < Shape::rows; ++r) {
-        largest = fmaxf(largest, scores[r]);
-      }
-      if (__any_sync(0xffffffffu, largest > state.max_score)) {
-        state.raise_max(largest);
-      }
+        for (int r = 0; r < Shape::rows; ++r) {
+          largest = fmaxf(largest, scores[r]);
+        }
+        if (__any_sync(0xffffffffu, largest > state.max_score)) {
+          state.raise_max(largest);
+        }
 #pragma unroll
-      for (int r = 0; r < Shape::rows; ++r) {
-        const float weight = softmax_weight(scores[r], state.max_score);
-        state.sum_exp += weight;
-        const float scaled = weight * wide_value_scale;
-        const unsigned excluded_lanes = modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
+        for (int r = 0; r < Shape::rows; ++r) {
+          const float weight = softmax_weight(scores[r], state.max_score);
+          state.sum_exp += weight;
+          const float scaled = weight * wide_value_scale;
+          const unsigned excluded_lanes = modified ? __ballot_sync(0xffffffffu, excluded >> r & 1) : 0u;
 #pragma unroll
-        for (int head = 0; head < Shape::tile_heads; ++head) {
-          const float w = of_head<Shape>(scaled, head);
-          // A weight of 0 does not keep an excluded key's NaN out of a product.
-          const int source = lane / Shape::lanes * Shape::lanes + head * Shape::head_lanes;
-          if ((excluded_lanes >> source & 1) == 0) {
+          for (int head = 0; head < Shape::tile_heads; ++head) {
+            const float w = of_head<Shape>(scaled, head);
+            // A weight of 0 does not keep an excluded key's NaN out of a product.
+            const int source = lane / Shape::lanes * Shape::lanes + head * Shape::head_lanes;
+            if ((excluded_lanes >> source & 1) == 0) {
 #pragma unroll
-            for (int v = 0; v < Shape::vectors; ++v) {
-              state.add(head, v, w, values[r][v]);
+              for (int v = 0; v < Shape::vectors; ++v) {
+                state.add(head, v, w, values[r][v]);
+              }
             }
           }
         }
+        if (more) {
+          value_reader.load(values, slots, readable);
+        }
       }
-      if (more) {
-        value_reader.load(values, slots, readable);
+      state.merge_groups();
+      if (staged) {
+        state.add_to_staged(states, warp, lane, value_vectors);
+      } else {
+        state.stage(states, warp, lane, value_vectors);
       }
-    }
-    state.merge_groups();
-    if (lane < Shape::lanes) {
-      state.store(states, warp, lane, value_vectors);
+      if (key >= piece.keys.end) {
+        break;
+      }
+      staged = true;
+      readable = find_rows<Shape, plain>(problem, piece, key, slots, missing);
+      key_reader.load(keys, slots, readable);
+      value_reader.load(values, slots, readable);
     }
     finish_piece<true>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, mailbox});
   }

@@ -16,6 +16,7 @@ struct SimtShape {
   static constexpr int rows = vectors >= 4 ? 2 : 4; // keys of one lane in a step
   static constexpr int keys_at_once = 32 / lanes;
   static constexpr int step_keys = rows * keys_at_once;
+  static constexpr int chain_steps = chain_length / rows;
   static constexpr int head_lanes = lanes / tile_heads; // lanes that hold the scores of one head
   static constexpr int head_shift = padded_dim == 32 ? 3 : padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
   static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
@@ -94,6 +95,10 @@ struct SimtState {
 
   __device__ __forceinline__ void clear() {
     max_score = negative_infinity;
+    clear_sums();
+  }
+
+  __device__ __forceinline__ void clear_sums() {
     sum_exp = 0;
 #pragma unroll
     for (int head = 0; head < Shape::tile_heads; ++head) {
@@ -155,26 +160,72 @@ struct SimtState {
     }
   }
 
-  // Leave the state in shared memory; for the first `lanes` lanes. vectors: see lane_dim(), of the values.
-  __device__ __forceinline__ void store(const WarpStates& states, int warp, int lane, bool vectors) const {
-    if (lane % Shape::head_lanes == 0) {
-      states.state(warp, lane / Shape::head_lanes) = make_float2(max_score, sum_exp);
+  // Leave the warp's state in shared memory, in the first group of lanes; after merge_groups(). Then go on from zero,
+  // and the same maximum. vectors: see lane_dim(), of the values.
+  __device__ __forceinline__ void stage(const WarpStates& states, int warp, int lane, bool vectors) {
+    if (lane < Shape::lanes) {
+      if (lane % Shape::head_lanes == 0) {
+        states.state(warp, lane / Shape::head_lanes) = make_float2(max_score, sum_exp);
+      }
+#pragma unroll
+      for (int head = 0; head < Shape::tile_heads; ++head) {
+#pragma unroll
+        for (int v = 0; v < Shape::vectors; ++v) {
+          store_staged(states.values(warp, head), v, vectors, output[head][v]);
+        }
+      }
+    }
+    clear_sums();
+  }
+
+  // The same where states of earlier steps have been left: add to them. Goes on from what that rounds off.
+  __device__ __forceinline__ void add_to_staged(const WarpStates& states, int warp, int lane, bool vectors) {
+    __syncwarp(); // what other lanes have left is there
+    float2& staged = states.state(warp, lane % Shape::lanes / Shape::head_lanes);
+    const float2 before = staged;
+    const float factor = softmax_weight(before.x, max_score);
+    __syncwarp(); // all lanes have read
+    const float total = add_chain(before.y * factor, sum_exp);
+    if (lane < Shape::lanes && lane % Shape::head_lanes == 0) {
+      staged = make_float2(max_score, total);
     }
 #pragma unroll
     for (int head = 0; head < Shape::tile_heads; ++head) {
-#pragma unroll
-      for (int v = 0; v < Shape::vectors; ++v) {
+      const float f = of_head<Shape>(factor, head);
+      if (lane < Shape::lanes) {
         float* const values = states.values(warp, head);
-        const float4& o = output[head][v];
-        if (vectors) {
-          *reinterpret_cast<float4*>(values + lane_dim<Shape>(v, 0, true)) = o;
-        } else {
-          values[lane_dim<Shape>(v, 0, false)] = o.x;
-          values[lane_dim<Shape>(v, 1, false)] = o.y;
-          values[lane_dim<Shape>(v, 2, false)] = o.z;
-          values[lane_dim<Shape>(v, 3, false)] = o.w;
+#pragma unroll
+        for (int v = 0; v < Shape::vectors; ++v) {
+          const float4 sum = load_staged(values, v, vectors);
+          float4& o = output[head][v];
+          store_staged(values, v, vectors,
+                       make_float4(add_chain(sum.x * f, o.x), add_chain(sum.y * f, o.y), add_chain(sum.z * f, o.z),
+                                   add_chain(sum.w * f, o.w)));
         }
       }
+    }
+    if (lane >= Shape::lanes) {
+      clear_sums(); // the first group keeps the rest
+    }
+  }
+
+private:
+  static __device__ __forceinline__ float4 load_staged(const float* values, int v, bool vectors) {
+    if (vectors) {
+      return *reinterpret_cast<const float4*>(values + lane_dim<Shape>(v, 0, true));
+    }
+    return make_float4(values[lane_dim<Shape>(v, 0, false)], values[lane_dim<Shape>(v, 1, false)],
+                       values[lane_dim<Shape>(v, 2, false)], values[lane_dim<Shape>(v, 3, false)]);
+  }
+
+  static __device__ __forceinline__ void store_staged(float* values, int v, bool vectors, const float4& x) {
+    if (vectors) {
+      *reinterpret_cast<float4*>(values + lane_dim<Shape>(v, 0, true)) = x;
+    } else {
+      values[lane_dim<Shape>(v, 0, false)] = x.x;
+      values[lane_dim<Shape>(v, 1, false)] = x.y;
+      values[lane_dim<Shape>(v, 2, false)] = x.z;
+      values[lane_dim<Shape>(v, 3, false)] = x.w;
     }
   }
 };

@@ -32,6 +32,19 @@ SINGLE_QUERY_HOST_DEVICE float softmax_weight(float score, float max_score) {
   return expf(score - (max_score == negative_infinity ? 0.0f : max_score));
 }
 
+// Equal terms round the same way every time, so that the error of a sum grows as its length does. No sum adds more
+// terms than this one by one; longer ones add such chains by add_chain().
+constexpr int chain_length = 64;
+
+// sum + chain. What that rounds off stays in `chain`, to be the next chain's first term: the error does not grow with
+// the number of chains (after Kahan, "Further remarks on reducing truncation errors", 1965).
+SINGLE_QUERY_HOST_DEVICE float add_chain(float sum, float& chain) {
+  const float total = sum + chain;
+  const float rest = chain - (total - sum);
+  chain = fabsf(rest) < -negative_infinity ? rest : 0.0f; // an infinite total has none
+  return total;
+}
+
 // Values are accumulated times a power of two, which is exact and taken out again at the end. Weights lie in (0, 1], so
 // for float32 and bfloat16 it keeps the sum of up to 2^24 values near the end of the float32 range from overflowing;
 // float16 ends at 2^16 and needs none of that, there it keeps small weights, which the tensor cores take in float16,
@@ -75,6 +88,16 @@ struct SoftmaxState {
     sum_exp += factor * other.sum_exp;
     for (int i = 0; i < Size; ++i) {
       values[i] += factor * other.values[i];
+    }
+  }
+
+  // The union with a chain of other states that the caller has merged, and whose maximum is not smaller. What is left
+  // in `chain`, see add_chain(), has the same maximum and is to be merged with what comes next.
+  SINGLE_QUERY_HOST_DEVICE void merge_chain(SoftmaxState& chain) {
+    raise_max(chain.max_score);
+    sum_exp = add_chain(sum_exp, chain.sum_exp);
+    for (int i = 0; i < Size; ++i) {
+      values[i] = add_chain(values[i], chain.values[i]);
     }
   }
 

@@ -99,11 +99,14 @@ inline void merge_states(std::int64_t parts, int head_dim, const Part& part, Row
   constexpr int chunk = 64;
   for (int first = 0; first < head_dim; first += chunk) {
     const int count = head_dim - first < chunk ? head_dim - first : chunk;
-    SoftmaxState<chunk> state;
+    SoftmaxState<chunk> state, chain;
     for (std::int64_t p = 0; p < parts; ++p) {
       SoftmaxState<chunk> other;
       part(p, first, count, other);
-      state.merge(other);
+      chain.merge(other);
+      if (p % chain_length == chain_length - 1 || p + 1 == parts) {
+        state.merge_chain(chain);
+      }
     }
     std::memcpy(merged.values + first, state.values, sizeof(state.values));
     merged.max_score = state.max_score;
@@ -165,9 +168,11 @@ inline void start_task(const AttentionProblem& problem, const HostTask& task, co
     store(state.query[h] + whole_vectors, vectors.fresh(load(last)));
     for (int d = 0; d <= whole_vectors; d += lanes) {
       store(state.values[h] + d, Vector{});
+      store(state.block_values[h] + d, Vector{});
     }
     state.max_score[h] = negative_infinity;
     state.sum_exp[h] = 0;
+    state.sum_rest[h] = 0;
     state.modifiers[h] = {problem.scale, problem.softcap, alibi_slope(problem, task.batch, query_head)};
   }
 }

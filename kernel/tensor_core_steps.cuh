@@ -37,21 +37,36 @@ template <class Shape>
 struct TensorCoreState {
   float max_score[Shape::head_blocks][2];
   float reference[Shape::head_blocks][2]; // of the exponentials: max_score, or 0 where that is -inf
-  float sum_exp[Shape::head_blocks][2];   // of this lane's keys only
+  float sum_exp[Shape::head_blocks][2];   // of this lane's keys only, and without those of the chain in hand
+  float sum_chain[Shape::head_blocks][2]; // see add_chain()
+  int chain_steps;
   float output[Shape::head_blocks][Shape::dim_steps][4];
 
   __device__ __forceinline__ void clear() {
+    chain_steps = 0;
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
       max_score[block][0] = max_score[block][1] = negative_infinity;
       reference[block][0] = reference[block][1] = 0;
       sum_exp[block][0] = sum_exp[block][1] = 0;
+      sum_chain[block][0] = sum_chain[block][1] = 0;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           output[block][m][i] = 0;
         }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void end_chain() {
+    chain_steps = 0;
+#pragma unroll
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum_exp[block][h] = add_chain(sum_exp[block][h], sum_chain[block][h]);
       }
     }
   }
@@ -189,6 +204,7 @@ __device__ __forceinline__ void raise_maxima(const float (&scores)[Shape::head_b
       state.max_score[block][h] = largest;
       state.reference[block][h] = largest == negative_infinity ? 0.0f : largest;
       state.sum_exp[block][h] *= factor;
+      state.sum_chain[block][h] *= factor;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
         state.output[block][m][h] *= factor;
@@ -217,8 +233,11 @@ __device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scores[block][i] = fast_exp(scores[block][i] - state.reference[block][i % 2]); // to be rounded to 16 bits
-      state.sum_exp[block][i % 2] += scores[block][i];
+      state.sum_chain[block][i % 2] += scores[block][i];
     }
+  }
+  if (++state.chain_steps == chain_length / 2) { // of two keys a lane
+    state.end_chain();
   }
 }
 
@@ -232,7 +251,7 @@ __device__ __forceinline__ void stage_state(const WarpStates& warps, const Tenso
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int head = block * 8 + lane % 4 * 2 + h;
-      float sum = state.sum_exp[block][h];
+      float sum = state.sum_exp[block][h] + state.sum_chain[block][h];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);

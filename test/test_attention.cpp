@@ -173,6 +173,60 @@ TEST_ON_EACH_DEVICE("One key and value for all slots agrees with double") {
   }
 }
 
+TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with double") {
+  const auto expect_within_gate = [&](const AttentionData& data) {
+    const Comparison comparison = check(data, device);
+    INFO(to_line(data.attention_case()));
+    INFO(comparison.failure);
+    CHECK(comparison.passed());
+    CHECK(comparison.worst_gate <= 1);
+  };
+  const auto in_one_split = [](DataType dtype, std::int64_t group, std::int64_t keys, std::int64_t head_dim) {
+    AttentionCase c = sized(dtype, 1, 1, group, keys, head_dim);
+    c.split_size = keys;
+    c.scale = 0;
+    return c;
+  };
+  for (const std::int64_t group : {1, 4}) {
+    for (const std::int64_t head_dim : {3, 128}) {
+      for (const std::int64_t keys : {64, 500, 3000, 20'000}) {
+        AttentionCase c = in_one_split(DataType::float32, group, keys, head_dim);
+        c.key.shared = c.value.shared = "s";
+        expect_within_gate(AttentionData(c));
+      }
+    }
+  }
+  AttentionCase c = in_one_split(DataType::float32, 1, 1 << 20, 3);
+  c.key.shared = c.value.shared = "s";
+  expect_within_gate(AttentionData(c));
+  c.split_size = 64; // many splits, each of them a term
+  expect_within_gate(AttentionData(c));
+  // Weights that are equal and not 1, so that their sum rounds too.
+  for (const DataType dtype : dtypes) {
+    c = in_one_split(dtype, 1, 1 << 20, 2);
+    c.scale = 1;
+    AttentionData data(c);
+    std::vector<double> scores(1 << 20, 0.0);
+    scores[0] = 0.7;
+    data.set_scores(0, 0, scores, std::vector<double>(1 << 20, 0.6));
+    expect_within_gate(data);
+  }
+}
+
+TEST_ON_EACH_DEVICE("An infinite value stays one, however many keys come after it") {
+  for (const std::int64_t head_dim : {3, 128}) {
+    for (const std::int64_t group : {1, 4}) {
+      for (const std::int64_t split_size : {32, 10'000}) {
+        AttentionCase c = sized(DataType::float32, 1, 1, group, 10'000, head_dim);
+        c.split_size = split_size;
+        AttentionData data(c);
+        data.set_value(0, 0, 0, 0, INFINITY);
+        expect_pass(data, device);
+      }
+    }
+  }
+}
+
 TEST_ON_EACH_DEVICE("Strides of axes of size 1 do not matter") {
   for (const DataType dtype : dtypes) {
     for (const std::int64_t keys : {1, 70}) {

@@ -75,6 +75,21 @@ TEST_ON_EACH_DEVICE("Merging many rows agrees with double") {
   expect_merged(MergeData(sized(DataType::bfloat16, 2, 4, 0, 64)), device);
 }
 
+TEST_ON_EACH_DEVICE("However many equal parts are merged, they agree with double") {
+  for (const std::int64_t parts : {64, 100'000}) {
+    MergeData data(sized(DataType::float32, parts, 1, 1, 3));
+    for (std::int64_t part = 0; part < parts; ++part) {
+      data.set_lse(part, 0, part == 0 ? 0.7f : 0.0f);
+      for (std::int64_t d = 0; d < 3; ++d) {
+        data.set_output(part, 0, d, data.output(0, 0, d));
+      }
+    }
+    expect_merged(data, device);
+    data.set_output(0, 0, 0, INFINITY);
+    CHECK(output_at(data.run(device), 0) == INFINITY);
+  }
+}
+
 TEST_ON_EACH_DEVICE("Log-sum-exps of any size merge") {
   for (const double spread : {0.0, 100.0, 1e6, 1e30}) {
     MergeCase c = sized(DataType::float32, 9, 2, 2, 64);

@@ -146,6 +146,36 @@ TEST_CASE("A score of +inf gives NaN") {
   CHECK(is_nan(merged(key(0, 1), state).log_sum_exp()));
 }
 
+TEST_CASE("Chains add up as precisely as one of them, however many they are") {
+  constexpr int chains = 1'000'000;
+  float sum = 0;
+  float chain = 0;
+  State total;
+  State keys;
+  for (int i = 0; i < chains; ++i) {
+    chain += 0.1f;
+    sum = add_chain(sum, chain);
+    keys.merge(key(i == chains / 2 ? 1.0f : 0.0f, 0.3f, 0.7f)); // the maximum rises once
+    total.merge_chain(keys);
+  }
+  const double exact = chains * static_cast<double>(0.1f);
+  CHECK(std::fabs(sum - exact) <= 0x1p-24 * exact);
+  const double keys_exact = std::log(chains - 1 + std::exp(1.0));
+  CHECK(std::fabs(total.log_sum_exp() - keys_exact) <= 0x1p-22 * keys_exact);
+  CHECK(std::fabs(total.output(0, 1) - 0.3f) <= 0x1p-22f * 0.3f);
+  CHECK(std::fabs(total.output(1, 1) - 0.7f) <= 0x1p-22f * 0.7f);
+}
+
+TEST_CASE("An infinite chain leaves nothing behind that could become NaN") {
+  float chain = infinity;
+  const float sum = add_chain(1, chain);
+  CHECK(sum == infinity);
+  CHECK(chain == 0);
+  chain += 1;
+  CHECK(add_chain(sum, chain) == infinity);
+  CHECK(chain == 0);
+}
+
 TEST_CASE("Scores of -inf count as no key") {
   State state;
   state.sum_exp = softmax_weight(negative_infinity, negative_infinity);

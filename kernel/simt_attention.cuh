@@ -13,7 +13,7 @@ namespace single_query {
 template <class Shape, Path path>
 __global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(128) unsigned char shared[];
-  fetch_arguments(args);
+  await_arguments(fetch_arguments(args));
   const AttentionProblem& problem = args.problem;
   const int head_dim = static_cast<int>(problem.head_dim);
   const int lane = static_cast<int>(threadIdx.x % 32);

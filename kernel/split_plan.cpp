@@ -58,16 +58,15 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   const auto blocks_of = [&](int warps, std::uint32_t most_blocks) {
     return blocks_per_row(row_count, keys, most_blocks, static_cast<std::uint32_t>(warps) * body.least_warp_keys);
   };
-  const std::uint32_t small_step = static_cast<std::uint32_t>(body.small_warps * body.keys_per_warp);
   const std::uint32_t large_step = static_cast<std::uint32_t>(body.most_warps * body.keys_per_warp);
   SplitPlan plan{};
   plan.team = body.team;
   plan.warps = body.small_warps;
   std::uint32_t blocks = 0;
   if (body.pairs) {
-    // Teams have more to compute than to read.
-    plan.warps = keys <= small_step ? body.small_warps : body.most_warps;
-    blocks = blocks_of(plan.warps, body.team > 1 ? 2 * most : most);
+    // Teams have more to compute than to read. Two steps of few warps are less to merge than one step of many.
+    blocks = blocks_of(body.most_warps, body.team > 1 ? 2 * most : most);
+    plan.warps = keys <= blocks * large_step ? body.small_warps : body.most_warps;
     // Few rows that leave many multiprocessors without a block, and long enough for a walk to pay.
     const std::uint32_t seats = row_count > half ? 2 * half : half;
     if (8 * blocks * row_count < 7 * seats && keys >= 16 * blocks * large_step) {

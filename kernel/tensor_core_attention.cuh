@@ -28,7 +28,7 @@ template <class Shape, Path path>
 __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_constant__ KernelArguments args) {
   using Ring = typename Shape::Ring;
   extern __shared__ __align__(128) unsigned char shared[];
-  fetch_arguments(args);
+  const std::uint32_t fetched = fetch_arguments(args);
   const AttentionProblem& problem = args.problem;
   const bool half = problem.dtype == DataType::float16;
   const int warp = static_cast<int>(threadIdx.x / 32);
@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   const std::uint32_t stride = cluster_size * warps * step_keys;
   CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, own_tile * step_keys, stride);
   __shared__ bool misses_page[Shape::teams ? 8 : 1]; // of each warp's tile
+  await_arguments(fetched);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const MatrixRows key_rows(lane % 16, lane / 16);
   const MatrixRows value_rows(lane % 8 + lane / 16 * 8, lane / 8 % 2);

@@ -46,12 +46,15 @@ struct KernelArguments {
 };
 
 // Every launch finds its arguments uncached: a first read of each 64 bytes of them takes some 300 cycles. This reads
-// them all at once, at the start of a kernel, where the first reads would wait anyway.
-__device__ __forceinline__ void fetch_arguments(const KernelArguments& args) {
+// them all at once, at the start of a kernel. The word it returns is for await_arguments().
+__device__ __forceinline__ std::uint32_t fetch_arguments(const KernelArguments& args) {
   constexpr unsigned lines = (sizeof(KernelArguments) + 63) / 64;
   const unsigned line = threadIdx.x % 32 < lines ? threadIdx.x % 32 : 0;
-  const std::uint32_t word = reinterpret_cast<const std::uint32_t*>(&args)[line * 16];
-  // A use that next to never happens and has no consequence, or the read would be left out.
+  return reinterpret_cast<const std::uint32_t*>(&args)[line * 16];
+}
+
+// A use that next to never happens and has no consequence, or the reads would be left out.
+__device__ __forceinline__ void await_arguments(std::uint32_t word) {
   __shared__ std::uint32_t unused;
   const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(&unused));
   asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5bd1e995; @p st.shared.u32 [%1], %0; }" ::"r"(word), "r"(address));

@@ -278,7 +278,7 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
   const int elements = finish.heads.count << args.head_shift;
   const ClusterMailbox mailbox(finish.mailbox, elements, cluster_size);
-  __syncthreads();
+  __syncthreads(); // every warp has left its state
 #if __CUDA_ARCH__ >= 900
   if (cluster_size > 1) {
     cuda::ptx::barrier_cluster_wait(cuda::ptx::sem_acquire); // all mailboxes are open

@@ -134,8 +134,8 @@ Workspace cuda_workspace(c10::cuda::CUDAStream stream, std::size_t bytes) {
   unsigned long long capture = 0;
   cudaGraph_t graph = nullptr;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph));
-  TORCH_CHECK(status != cudaStreamCaptureStatusInvalidated,
-              "the current stream's CUDA graph capture was invalidated by an earlier error");
+  TORCH_CHECK(status != cudaStreamCaptureStatusInvalidated, cudaGetErrorName(cudaErrorStreamCaptureInvalidated),
+              ": the current stream's CUDA graph capture was invalidated by an earlier error");
   // A capturing stream may not be asked for its id, but is not destroyed during the capture either.
   if (status == cudaStreamCaptureStatusActive) {
     owner.capture = capture;

@@ -122,7 +122,7 @@ TEST_CASE("A41: a graph captured at length 1 gives the eager bits at every lengt
 TEST_CASE("A42: the first call of a process or thread may be inside a capture, and a refused one leaves it whole",
           "[gpu][caching][first_call]") {
   const LongCase work;
-  at::Tensor first, second;
+  at::Tensor first, second, eager;
   std::string refusal;
   std::thread([&] {
     const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
@@ -133,6 +133,7 @@ TEST_CASE("A42: the first call of a process or thread may be inside a capture, a
     second = work.run();
     graph.capture_end();
     graph.replay();
+    eager = work.run(); // on the stream that was captured
     torch::cuda::synchronize();
     first = first.clone();
     second = second.clone();
@@ -142,6 +143,7 @@ TEST_CASE("A42: the first call of a process or thread may be inside a capture, a
   const at::Tensor expected = work.run();
   CHECK(same_bits(first, expected));
   CHECK(same_bits(second, expected));
+  CHECK(same_bits(eager, expected));
 }
 
 TEST_CASE("Graphs with the same shapes, replayed at once on two streams beside eager calls, keep apart",

@@ -122,8 +122,8 @@ TEST_ON_EACH_DEVICE("2^31 - 1 keys are allocated and few take part", "[large]") 
     for (const char* few :
          {"keys=2147483647 window=10", "keys=2147483647 window=3000 softcap=5 sinks=h",
           "keys=2147483647 lengths=b length_kind=brief", "keys=2147483647 window=70 mask=bhk/k mask_keep=1",
-          "keys=2147483000 window=2000 page_size=1000 page_table=bp/b lengths=b length_kind=full key=bhs/bs "
-          "value=bhs/bs"}) {
+          ("keys=2147483000 window=2000 page_size=1000 page_table=bp/b lengths=b length_kind=full key=bhs/bs "
+           "value=bhs/bs")}) {
       expect_pass(AttentionData(parse_case(base + few)), device);
     }
   }

@@ -25,10 +25,20 @@ const std::vector<std::string> mixed_shapes = {
 
 std::vector<std::unique_ptr<AttentionData>> mixed_data() {
   std::vector<std::unique_ptr<AttentionData>> data;
+  data.reserve(mixed_shapes.size());
   for (const std::string& shape : mixed_shapes) {
     data.push_back(std::make_unique<AttentionData>(parse_case(shape)));
   }
   return data;
+}
+
+std::vector<Result> results_alone(const std::vector<std::unique_ptr<AttentionData>>& data, Device device) {
+  std::vector<Result> results;
+  results.reserve(data.size());
+  for (const auto& each : data) {
+    results.push_back(run(*each, device));
+  }
+  return results;
 }
 
 bool same_result(const Result& a, const Result& b) {
@@ -106,10 +116,7 @@ private:
 
 TEST_CASE("Host threads calling at once get the bits of a call alone, on the CPU") {
   const auto data = mixed_data();
-  std::vector<Result> expected;
-  for (const auto& each : data) {
-    expected.push_back(run(*each, Device::cpu));
-  }
+  const std::vector<Result> expected = results_alone(data, Device::cpu);
   std::atomic<int> wrong = 0;
   std::vector<std::thread> callers;
   for (std::size_t caller = 0; caller < 4; ++caller) {
@@ -131,10 +138,7 @@ TEST_CASE("Host threads calling at once get the bits of a call alone, on the CPU
 TEST_CASE("10,000 calls of mixed shapes on each of 4 streams of 8 threads give the bits of a call alone",
           "[gpu][large]") {
   const auto data = mixed_data();
-  std::vector<Result> expected;
-  for (const auto& each : data) {
-    expected.push_back(run(*each, Device::cuda));
-  }
+  const std::vector<Result> expected = results_alone(data, Device::cuda);
   const auto work = [&](int calls) {
     std::atomic<unsigned> wrong = 0;
     std::vector<std::thread> callers;
@@ -142,6 +146,7 @@ TEST_CASE("10,000 calls of mixed shapes on each of 4 streams of 8 threads give t
       callers.emplace_back([&, caller] {
         Random random(caller);
         std::vector<std::unique_ptr<CheckedLane>> lanes;
+        lanes.reserve(4);
         for (int i = 0; i < 4; ++i) {
           lanes.push_back(std::make_unique<CheckedLane>(data, expected));
         }
@@ -258,11 +263,10 @@ TEST_CASE("A36: two streams with a workspace each do not disturb each other", "[
 // Started by the test below.
 TEST_CASE("A second process on the GPU", "[.second_process][gpu]") {
   const auto data = mixed_data();
-  std::vector<Result> expected;
   for (const auto& each : data) {
     expect_pass(*each, Device::cuda);
-    expected.push_back(run(*each, Device::cuda));
   }
+  const std::vector<Result> expected = results_alone(data, Device::cuda);
   CheckedLane lane(data, expected);
   for (std::size_t i = 0; i < 20'000; ++i) {
     lane.call(i % data.size());
@@ -272,10 +276,7 @@ TEST_CASE("A second process on the GPU", "[.second_process][gpu]") {
 
 TEST_CASE("Two processes on one GPU get the bits of a call alone", "[gpu][large]") {
   const auto data = mixed_data();
-  std::vector<Result> expected;
-  for (const auto& each : data) {
-    expected.push_back(run(*each, Device::cuda));
-  }
+  const std::vector<Result> expected = results_alone(data, Device::cuda);
   CheckedLane lane(data, expected);
   std::string self = "/proc/self/exe";
   std::string test = "[second_process]";

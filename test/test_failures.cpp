@@ -60,7 +60,7 @@ std::string failure_of(const AttentionData& data) {
   placement.poison_results(Fill::nan);
   const Result poisoned = placement.results();
   shared_workspace().at_least(attention_workspace_bytes(placement.problem));
-  const std::string message = cuda_error_of([&] { launch(placement.problem, shared_stream(), shared_workspace()); });
+  std::string message = cuda_error_of([&] { launch(placement.problem, shared_stream(), shared_workspace()); });
   INFO(to_line(data.attention_case()) << ": " << message);
   CHECK(mentions(message, "compute capability"));
   CHECK(mentions(message, "this library holds code for"));

@@ -52,6 +52,7 @@ Problem windowed(std::int64_t window, Problem problem) {
 
 std::vector<Row> in_mode(Mode mode, const std::vector<Problem>& problems) {
   std::vector<Row> rows;
+  rows.reserve(problems.size());
   for (const Problem& problem : problems) {
     rows.push_back({problem, mode, true});
   }

@@ -129,6 +129,7 @@ Timing time_in_graph(const Call& call, std::int64_t caches, std::int64_t calls, 
   replay(); // uploads the graph
   const int replays = repetitions(replay());
   std::vector<double> times;
+  times.reserve(static_cast<std::size_t>(replays));
   for (int i = 0; i < replays; ++i) {
     times.push_back(replay() / static_cast<double>(calls));
   }
@@ -203,6 +204,7 @@ std::vector<Timing> time_interleaved(const std::vector<Implementation>& implemen
     }
   }
   std::vector<Timing> timings;
+  timings.reserve(turns.size());
   for (Turn& turn : turns) {
     timings.push_back(summary(std::move(turn.times)));
   }
@@ -233,7 +235,7 @@ Timing time_read(const std::vector<at::Tensor>& key, const std::vector<at::Tenso
         const auto at = static_cast<std::size_t>(cache);
         launch_read(key[at].data_ptr(), value[at].data_ptr(), key[at].nbytes(), {processors * blocks_each, threads},
                     sink.data_ptr(), at::cuda::getCurrentCUDAStream());
-        return sink;
+        return at::Tensor(sink);
       };
       const Timing timing = time_in_graph(call, static_cast<std::int64_t>(key.size()), calls, true);
       best = timing.median < best.median ? timing : best;
@@ -247,7 +249,7 @@ Timing time_empty() {
   return time_in_graph(
       [&](std::int64_t) {
         launch_empty(at::cuda::getCurrentCUDAStream());
-        return nothing;
+        return at::Tensor(nothing);
       },
       1, 256, false);
 }

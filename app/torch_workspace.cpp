@@ -78,7 +78,7 @@ c10::cuda::CUDAStream graph_memory_stream(c10::DeviceIndex device) {
   static std::mutex mutex;
   static std::vector<cudaStream_t> streams;
   const std::lock_guard lock(mutex);
-  const auto index = static_cast<std::size_t>(device);
+  const std::size_t index = static_cast<unsigned char>(device);
   streams.resize(std::max(streams.size(), index + 1));
   if (streams[index] == nullptr) {
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&streams[index], cudaStreamNonBlocking));
@@ -104,7 +104,7 @@ void give_to_graph(cudaGraph_t graph, c10::DataPtr memory) {
   auto owned = std::make_unique<c10::DataPtr>(std::move(memory));
   cudaUserObject_t object = nullptr;
   C10_CUDA_CHECK(cudaUserObjectCreate(&object, owned.get(), retire, 1, cudaUserObjectNoDestructorSync));
-  owned.release(); // the object's from here on
+  static_cast<void>(owned.release()); // the object's from here on
   const cudaError_t error = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
   if (error != cudaSuccess) {
     cudaUserObjectRelease(object);
@@ -134,8 +134,8 @@ Workspace cuda_workspace(c10::cuda::CUDAStream stream, std::size_t bytes) {
   unsigned long long capture = 0;
   cudaGraph_t graph = nullptr;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph));
-  TORCH_CHECK(status != cudaStreamCaptureStatusInvalidated,
-              "the current stream's CUDA graph capture was invalidated by an earlier error");
+  TORCH_CHECK(status != cudaStreamCaptureStatusInvalidated, cudaGetErrorName(cudaErrorStreamCaptureInvalidated),
+              ": the current stream's CUDA graph capture was invalidated by an earlier error");
   // A capturing stream may not be asked for its id, but is not destroyed during the capture either.
   if (status == cudaStreamCaptureStatusActive) {
     owner.capture = capture;

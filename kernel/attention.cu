@@ -285,11 +285,7 @@ void prepare(const Kernel& kernel, Path path, const Device& device, int shared_b
   if (shared_bytes <= always_granted || (prepared.load(std::memory_order_relaxed) & bit) != 0) {
     return;
   }
-  cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, function), "single_query: cudaFuncGetAttributes");
-  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  device.shared_bytes - static_cast<int>(attributes.sharedSizeBytes)),
-             "single_query: cudaFuncSetAttribute");
+  allow_shared_memory(function, device);
   prepared.fetch_or(bit, std::memory_order_relaxed);
 }
 

@@ -4,8 +4,6 @@
 #include "single_query/attention.h"
 #include "split_plan.h"
 
-#include <string>
-
 namespace single_query {
 
 struct Device {
@@ -26,10 +24,11 @@ struct Launch {
   cudaStream_t stream;
 };
 
-// Launch `function` with its one argument. Throws on failure; a CUDA error that was pending before stays pending.
-void launch(const Launch& launch, const void* argument);
+// As much dynamic shared memory as the device grants, for launches of `function`. Throws on failure, as launch() does.
+void allow_shared_memory(const void* function, const Device& device);
 
-// Throws unless `error` is success: "<what>: <cudaGetErrorName>: <cudaGetErrorString>".
-void check_cuda(cudaError_t error, const std::string& what);
+// Launch `function` with its one argument. Throws on failure; a CUDA error that was pending before stays pending, and
+// none that was not.
+void launch(const Launch& launch, const void* argument);
 
 } // namespace single_query

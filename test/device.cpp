@@ -1,7 +1,8 @@
 #include "device.h"
 
+#include "device_kernels.h"
+
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <new>
 #include <thread>
@@ -64,10 +65,7 @@ void Memory::download(void* to, std::size_t bytes, std::size_t at) const {
 }
 
 void Stream::delay(int milliseconds) const {
-  const auto sleep = [](void* duration) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(reinterpret_cast<std::intptr_t>(duration)));
-  };
-  require_cuda(cudaLaunchHostFunc(stream_, sleep, reinterpret_cast<void*>(static_cast<std::intptr_t>(milliseconds))));
+  keep_waiting(stream_, milliseconds);
 }
 
 Graph::Graph(const Stream& stream, const std::function<void()>& work) {

@@ -18,7 +18,7 @@ work=$(realpath -m "${2:-build-mutate}")
 pattern=${3:-}
 source=$(cd "$(dirname "$0")/.." && pwd)
 jobs=${JOBS:-2}
-filter=$([[ $device == cpu ]] && echo '~[gpu]' || echo '[gpu]')
+filter=$([[ $device == cpu ]] && echo '~[gpu]' || echo '[gpu]~[.]')
 objects=$work/build/kernel/CMakeFiles/single_query_kernel.dir
 
 build_sound() {

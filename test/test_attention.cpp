@@ -72,7 +72,7 @@ TEST_ON_EACH_DEVICE("Many rows agree with double") {
   sweep.finish();
 }
 
-TEST_ON_EACH_DEVICE("Long contexts agree with double") {
+TEST_ON_EACH_DEVICE("Long contexts agree with double", "[large]") {
   Sweep sweep(device);
   sweep.add(sized(DataType::float32, 1, 1, 1, 1'000'003, 8));
   for (const DataType dtype : dtypes) {
@@ -243,7 +243,7 @@ TEST_ON_EACH_DEVICE("Strides of axes of size 1 do not matter") {
   }
 }
 
-TEST_ON_EACH_DEVICE("A key that takes all the weight gives its value bit for bit") {
+TEST_ON_EACH_DEVICE("A key that takes all the weight gives its value bit for bit", "[large]") {
   for (const DataType dtype : dtypes) {
     for (const std::int64_t head_dim : {1, 32, 64, 77, 128, 256}) {
       for (const std::int64_t keys : {1, 2, 100, 5000}) {
@@ -263,7 +263,7 @@ TEST_ON_EACH_DEVICE("A key that takes all the weight gives its value bit for bit
   }
 }
 
-TEST_ON_EACH_DEVICE("Equal scores over a power of two of keys give the mean of small integers bit for bit") {
+TEST_ON_EACH_DEVICE("Equal scores over a power of two of keys give the mean of small integers bit for bit", "[large]") {
   for (const DataType dtype : dtypes) {
     for (const std::int64_t head_dim : {1, 40, 64, 128, 201}) {
       for (std::int64_t keys = 1; keys <= 4096; keys *= 4) {

@@ -100,7 +100,7 @@ TEST_ON_EACH_DEVICE("Every pair of features agrees with double") {
   sweep_features(device, pairs);
 }
 
-TEST_ON_EACH_DEVICE("Every feature over a long context agrees with double") {
+TEST_ON_EACH_DEVICE("Every feature over a long context agrees with double", "[large]") {
   Sweep sweep(device);
   for (const std::string& dtype : dtypes) {
     const std::string base = dtype + "batch=2 query_heads=4 kv_heads=1 keys=20000 head_dim=64 scale=0.125 ";
@@ -114,7 +114,7 @@ TEST_ON_EACH_DEVICE("Every feature over a long context agrees with double") {
   sweep.finish();
 }
 
-TEST_ON_EACH_DEVICE("2^31 - 1 keys are allocated and few take part") {
+TEST_ON_EACH_DEVICE("2^31 - 1 keys are allocated and few take part", "[large]") {
   for (const std::string& dtype : dtypes) {
     // One key for all slots, so that they fit into memory; ALiBi tells them apart.
     const std::string base =
@@ -122,14 +122,15 @@ TEST_ON_EACH_DEVICE("2^31 - 1 keys are allocated and few take part") {
     for (const char* few :
          {"keys=2147483647 window=10", "keys=2147483647 window=3000 softcap=5 sinks=h",
           "keys=2147483647 lengths=b length_kind=brief", "keys=2147483647 window=70 mask=bhk/k mask_keep=1",
-          "keys=2147483000 window=2000 page_size=1000 page_table=bp/b lengths=b length_kind=full key=bhs/bs "
-          "value=bhs/bs"}) {
+          ("keys=2147483000 window=2000 page_size=1000 page_table=bp/b lengths=b length_kind=full key=bhs/bs "
+           "value=bhs/bs")}) {
       expect_pass(AttentionData(parse_case(base + few)), device);
     }
   }
 }
 
-TEST_ON_EACH_DEVICE("A37: with a split_size a row's bits do not depend on batch, neighbours, capacity or paging") {
+TEST_ON_EACH_DEVICE("A37: with a split_size a row's bits do not depend on batch, neighbours, capacity or paging",
+                    "[large]") {
   for (const std::string& dtype : dtypes) {
     for (const char* split : {"split_size=1000 ", "split_size=64 ", "split_size=100 "}) {
       for (const char* feature : {"", "window=300 ", "softcap=20 alibi=bh sinks=h ", "mask=bhk mask_type=float32 "}) {

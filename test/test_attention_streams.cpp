@@ -1,5 +1,10 @@
 // Calls from many threads, on many streams, in graphs and beside failures give the bits they give alone.
+#include "device_kernels.h"
 #include "each_device.h"
+
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -20,10 +25,20 @@ const std::vector<std::string> mixed_shapes = {
 
 std::vector<std::unique_ptr<AttentionData>> mixed_data() {
   std::vector<std::unique_ptr<AttentionData>> data;
+  data.reserve(mixed_shapes.size());
   for (const std::string& shape : mixed_shapes) {
     data.push_back(std::make_unique<AttentionData>(parse_case(shape)));
   }
   return data;
+}
+
+std::vector<Result> results_alone(const std::vector<std::unique_ptr<AttentionData>>& data, Device device) {
+  std::vector<Result> results;
+  results.reserve(data.size());
+  for (const auto& each : data) {
+    results.push_back(run(*each, device));
+  }
+  return results;
 }
 
 bool same_result(const Result& a, const Result& b) {
@@ -45,62 +60,63 @@ struct Lane {
   std::vector<std::unique_ptr<Placement>> placements;
 };
 
-// A lane that copies every call's output aside and compares it with the expected one before the copies' space runs out.
+// A lane whose results the GPU itself compares with the expected ones, call by call, so that the host never waits.
 class CheckedLane {
 public:
   CheckedLane(const std::vector<std::unique_ptr<AttentionData>>& data, const std::vector<Result>& expected)
-      : lane_(data), expected_(expected) {
-    for (const Result& result : expected) {
-      largest_ = std::max(largest_, result.output.size());
+      : lane_(data), wrong_(Device::cuda, sizeof(unsigned)) {
+    for (std::size_t shape = 0; shape < data.size(); ++shape) {
+      const std::vector<std::byte>& output = expected[shape].output;
+      Memory& query = queries_.emplace_back(Device::cuda, output.size()); // dense in all shapes, as the output is
+      query.upload(data[shape]->buffer(Tensor::query).data(), query.size());
+      const std::vector<float>& lse = expected[shape].lse;
+      outputs_.emplace_back(Device::cuda, output.size()).upload(output.data(), output.size());
+      lses_.emplace_back(Device::cuda, lse.size() * sizeof(float)).upload(lse.data(), lse.size() * sizeof(float));
+      require_cuda(cudaMemset(lane_.placements[shape]->problem.output, 0xff, output.size()));
     }
-    require_cuda(cudaMallocHost(reinterpret_cast<void**>(&copies_), most_pending * largest_));
+    require_cuda(cudaMemset(wrong_.data(), 0, wrong_.size()));
+    require_cuda(cudaDeviceSynchronize());
   }
-  CheckedLane(const CheckedLane&) = delete;
-  CheckedLane& operator=(const CheckedLane&) = delete;
-  ~CheckedLane() { cudaFreeHost(copies_); }
 
-  void delay() { lane_.stream.delay(1); }
   void call(std::size_t shape) {
-    void* output = lane_.placements[shape]->problem.output; // dense in all shapes
-    const std::size_t bytes = expected_[shape].output.size();
-    require_cuda(cudaMemsetAsync(output, 0xff, bytes, lane_.stream.get()));
     lane_.launch(shape);
-    std::byte* copy = copies_ + pending_.size() * largest_;
-    require_cuda(cudaMemcpyAsync(copy, output, bytes, cudaMemcpyDeviceToHost, lane_.stream.get()));
-    pending_.push_back(shape);
-    if (pending_.size() == most_pending) {
-      compare();
-    }
+    const AttentionProblem& problem = lane_.placements[shape]->problem;
+    const auto compare = [&](void* result, const Memory& expected) {
+      compare_and_poison(lane_.stream.get(), result, expected.data(), expected.size(),
+                         reinterpret_cast<unsigned*>(wrong_.data()));
+    };
+    compare(problem.output, outputs_[shape]);
+    compare(problem.lse, lses_[shape]);
   }
-  void compare() {
+  // A call whose query is NaN until shortly before it.
+  void late_call(std::size_t shape) {
+    void* const query = const_cast<void*>(lane_.placements[shape]->problem.query);
+    const Memory& right = queries_[shape];
+    require_cuda(cudaMemsetAsync(query, 0xff, right.size(), lane_.stream.get()));
+    lane_.stream.delay(1);
+    require_cuda(cudaMemcpyAsync(query, right.data(), right.size(), cudaMemcpyDeviceToDevice, lane_.stream.get()));
+    call(shape);
+  }
+  unsigned wrong() const {
     lane_.stream.wait();
-    for (std::size_t i = 0; i < pending_.size(); ++i) {
-      const std::vector<std::byte>& output = expected_[pending_[i]].output;
-      wrong_ += !std::equal(output.begin(), output.end(), copies_ + i * largest_);
-    }
-    pending_.clear();
+    unsigned wrong = 0;
+    wrong_.download(&wrong, sizeof(wrong));
+    return wrong;
   }
-  int wrong() const { return wrong_; }
 
 private:
-  static constexpr std::size_t most_pending = 32;
-
   Lane lane_;
-  const std::vector<Result>& expected_;
-  std::size_t largest_ = 0;
-  std::byte* copies_ = nullptr; // [most_pending, largest_]
-  std::vector<std::size_t> pending_;
-  int wrong_ = 0;
+  std::vector<Memory> queries_; // by shape
+  std::vector<Memory> outputs_; // by shape: the expected ones
+  std::vector<Memory> lses_;
+  Memory wrong_; // one unsigned: results that were wrong
 };
 
 } // namespace
 
 TEST_CASE("Host threads calling at once get the bits of a call alone, on the CPU") {
   const auto data = mixed_data();
-  std::vector<Result> expected;
-  for (const auto& each : data) {
-    expected.push_back(run(*each, Device::cpu));
-  }
+  const std::vector<Result> expected = results_alone(data, Device::cpu);
   std::atomic<int> wrong = 0;
   std::vector<std::thread> callers;
   for (std::size_t caller = 0; caller < 4; ++caller) {
@@ -119,33 +135,28 @@ TEST_CASE("Host threads calling at once get the bits of a call alone, on the CPU
   CHECK(wrong == 0);
 }
 
-TEST_CASE("8 threads with 4 streams each make 10,000 calls of mixed shapes with the bits of a call alone", "[gpu]") {
+TEST_CASE("10,000 calls of mixed shapes on each of 4 streams of 8 threads give the bits of a call alone",
+          "[gpu][large]") {
   const auto data = mixed_data();
-  std::vector<Result> expected;
-  for (const auto& each : data) {
-    expected.push_back(run(*each, Device::cuda));
-  }
-  std::size_t free_before = 0;
-  std::size_t total = 0;
+  const std::vector<Result> expected = results_alone(data, Device::cuda);
   const auto work = [&](int calls) {
-    std::atomic<int> wrong = 0;
+    std::atomic<unsigned> wrong = 0;
     std::vector<std::thread> callers;
     for (unsigned caller = 0; caller < 8; ++caller) {
       callers.emplace_back([&, caller] {
         Random random(caller);
         std::vector<std::unique_ptr<CheckedLane>> lanes;
+        lanes.reserve(4);
         for (int i = 0; i < 4; ++i) {
           lanes.push_back(std::make_unique<CheckedLane>(data, expected));
         }
         for (int i = 0; i < calls; ++i) {
-          CheckedLane& lane = *lanes[random.bits() % 4];
-          if (random.chance(0.002)) {
-            lane.delay();
+          for (const auto& lane : lanes) {
+            const std::size_t shape = random.bits() % data.size();
+            i == 0 || random.chance(0.002) ? lane->late_call(shape) : lane->call(shape);
           }
-          lane.call(random.bits() % data.size());
         }
-        for (auto& lane : lanes) {
-          lane->compare();
+        for (const auto& lane : lanes) {
           wrong += lane->wrong();
         }
       });
@@ -156,9 +167,11 @@ TEST_CASE("8 threads with 4 streams each make 10,000 calls of mixed shapes with 
     return wrong.load();
   };
   CHECK(work(10) == 0); // whatever the driver sets up once
+  std::size_t free_before = 0;
+  std::size_t free_after = 0;
+  std::size_t total = 0;
   require_cuda(cudaMemGetInfo(&free_before, &total));
   CHECK(work(10'000) == 0);
-  std::size_t free_after = 0;
   require_cuda(cudaMemGetInfo(&free_after, &total));
   CHECK(free_after >= free_before);
 }
@@ -222,54 +235,6 @@ TEST_CASE("A15: the launch goes to the stream it is given", "[gpu]") {
   CHECK(right == 100);
 }
 
-TEST_CASE("A34: a launch that fails throws with the CUDA error's name, writes nothing, and the next call works",
-          "[gpu]") {
-  const AttentionData data(parse_case("query_heads=4 keys=300 head_dim=64"));
-  const Result expected = run(data, Device::cuda);
-  Placement placement(data, Device::cuda);
-  placement.poison_results(Fill::nan);
-  const Result poisoned = placement.results();
-  const Stream stream;
-  // Waiting for a stream that is captured spoils the capture, and every launch into it then fails.
-  require_cuda(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal));
-  CHECK(cudaStreamSynchronize(stream.get()) != cudaSuccess);
-  cudaGetLastError();
-  std::string message;
-  try {
-    launch(placement.problem, stream, shared_workspace());
-  } catch (const Error& error) {
-    CHECK(error.kind() == Error::Kind::cuda);
-    message = error.what();
-  }
-  INFO(message);
-  CHECK(message.find("cudaErrorStreamCaptureInvalidated") != std::string::npos);
-  cudaGraph_t graph = nullptr;
-  CHECK(cudaStreamEndCapture(stream.get(), &graph) == cudaErrorStreamCaptureInvalidated);
-  cudaGetLastError();
-  CHECK(same_result(placement.results(), poisoned));
-  launch(placement.problem, stream, shared_workspace());
-  stream.wait();
-  CHECK(same_result(placement.results(), expected));
-}
-
-TEST_CASE("A CUDA error of the caller's own is neither consumed nor blamed on the call", "[gpu]") {
-  const AttentionData data(parse_case("query_heads=4 keys=300 head_dim=64"));
-  const Result expected = run(data, Device::cuda);
-  Placement placement(data, Device::cuda);
-  placement.poison_results(Fill::nan);
-  shared_workspace().at_least(attention_workspace_bytes(placement.problem));
-  void* nothing = nullptr;
-  CHECK(cudaMalloc(&nothing, std::size_t{1} << 60) == cudaErrorMemoryAllocation);
-  CHECK_NOTHROW(launch(placement.problem, shared_stream(), shared_workspace()));
-  CHECK(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
-  AttentionProblem bad = placement.problem;
-  bad.head_dim = 0;
-  CHECK_THROWS(launch(bad, shared_stream(), shared_workspace()));
-  CHECK(cudaGetLastError() == cudaErrorMemoryAllocation);
-  shared_stream().wait();
-  CHECK(same_result(placement.results(), expected));
-}
-
 TEST_CASE("A36: two streams with a workspace each do not disturb each other", "[gpu]") {
   std::vector<std::unique_ptr<AttentionData>> data;
   for (const char* seed : {"1", "2"}) {
@@ -293,6 +258,39 @@ TEST_CASE("A36: two streams with a workspace each do not disturb each other", "[
              same_result(second.placements[1 - shape]->results(), expected[1 - shape]);
   }
   CHECK(right == 100);
+}
+
+// Started by the test below.
+TEST_CASE("A second process on the GPU", "[.second_process][gpu]") {
+  const auto data = mixed_data();
+  for (const auto& each : data) {
+    expect_pass(*each, Device::cuda);
+  }
+  const std::vector<Result> expected = results_alone(data, Device::cuda);
+  CheckedLane lane(data, expected);
+  for (std::size_t i = 0; i < 20'000; ++i) {
+    lane.call(i % data.size());
+  }
+  CHECK(lane.wrong() == 0);
+}
+
+TEST_CASE("Two processes on one GPU get the bits of a call alone", "[gpu][large]") {
+  const auto data = mixed_data();
+  const std::vector<Result> expected = results_alone(data, Device::cuda);
+  CheckedLane lane(data, expected);
+  std::string self = "/proc/self/exe";
+  std::string test = "[second_process]";
+  char* const arguments[] = {self.data(), test.data(), nullptr};
+  pid_t second = 0;
+  REQUIRE(posix_spawn(&second, self.c_str(), nullptr, nullptr, arguments, environ) == 0);
+  int status = -1;
+  while (waitpid(second, &status, WNOHANG) == 0) { // all that it does, it does beside these
+    for (std::size_t i = 0; i < 60; ++i) {
+      lane.call(i % data.size());
+    }
+    CHECK(lane.wrong() == 0);
+  }
+  CHECK(status == 0);
 }
 
 TEST_CASE("Two graphs of one shape replayed at once on two streams give the bits of a call alone", "[gpu]") {
@@ -347,9 +345,9 @@ TEST_CASE("A41: a graph captured at length 1 gives at every length the bits of a
   }
 }
 
+// CTest also runs it alone, as the first call of a process.
 TEST_CASE("A42: the first call of a process may be captured, and one that is refused leaves the capture whole",
-          "[gpu]") {
-  // Run alone this is the process's first call.
+          "[gpu][first_call]") {
   const AttentionData data(parse_case("dtype=bfloat16 query_heads=8 kv_heads=2 keys=5000 head_dim=128 scale=0.1"));
   Placement placement(data, Device::cuda);
   placement.poison_results(Fill::nan);
@@ -366,7 +364,10 @@ TEST_CASE("A42: the first call of a process may be captured, and one that is ref
   stream.wait();
   const Result replayed = placement.results();
   CHECK(compare(replayed, reference(data.host_problem()), DataType::bfloat16, Weights::rounded).passed());
-  CHECK(same_result(run(data, Device::cuda), replayed));
+  placement.poison_results(Fill::infinity);
+  launch(placement.problem, stream, workspace); // the stream is as good as before
+  stream.wait();
+  CHECK(same_result(placement.results(), replayed));
 }
 
 } // namespace single_query::test

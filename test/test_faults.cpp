@@ -194,7 +194,7 @@ TEST_ON_EACH_DEVICE("A28: query head h reads KV head h / (Hq / Hkv)") {
   }
 }
 
-TEST_ON_EACH_DEVICE("A38: every split size gives the same rows within the tolerance") {
+TEST_ON_EACH_DEVICE("A38: every split size gives the same rows within the tolerance", "[large]") {
   for (const int splits : {1, 2, 3, 8, 16, 32, 64, 128}) {
     expect_pass(AttentionData(parse_case("dtype=bfloat16 query_heads=16 kv_heads=8 keys=4096 head_dim=128 "
                                          "scale=0.0883883461 key_magnitude=4 split_size=" +
@@ -203,7 +203,7 @@ TEST_ON_EACH_DEVICE("A38: every split size gives the same rows within the tolera
   }
 }
 
-TEST_ON_EACH_DEVICE("A39: every number of splits gives finite numbers") {
+TEST_ON_EACH_DEVICE("A39: every number of splits gives finite numbers", "[large]") {
   for (int splits = 1; splits <= 130; splits += splits < 24 ? 1 : 7) {
     for (const std::string& dtype : dtypes) {
       AttentionCase c = parse_case(dtype + "query_heads=2 keys=2048 head_dim=64 scale=0.125");

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <array>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -160,7 +161,7 @@ TEST_ON_EACH_DEVICE("A22: every head_dim gives the right result") {
   }
 }
 
-TEST_ON_EACH_DEVICE("A23: more than 65,535 batch entries and heads") {
+TEST_ON_EACH_DEVICE("A23: more than 65,535 batch entries and heads", "[large]") {
   expect_many_rows(device, 65535, 2, 64);
   expect_many_rows(device, 65536, 2, 64);
   expect_many_rows(device, 70001, 1, 33);
@@ -168,7 +169,7 @@ TEST_ON_EACH_DEVICE("A23: more than 65,535 batch entries and heads") {
   expect_many_rows(device, 2, 66000, 8);
 }
 
-TEST_ON_EACH_DEVICE("A24: offsets past 2^31 elements over the batch") {
+TEST_ON_EACH_DEVICE("A24: offsets past 2^31 elements over the batch", "[large]") {
   constexpr std::int64_t stride = std::int64_t{1} << 30;
   constexpr std::int64_t row = 2 * 128; // keys x head_dim
   constexpr std::size_t bytes = (2 * stride + row) * 2;
@@ -209,7 +210,7 @@ TEST_ON_EACH_DEVICE("A24: offsets past 2^31 elements over the batch") {
   CHECK(same_rows(results[0], 0, results[1], 0, 3));
 }
 
-TEST_ON_EACH_DEVICE("A25: a page whose offset is past 2^31 elements") {
+TEST_ON_EACH_DEVICE("A25: a page whose offset is past 2^31 elements", "[large]") {
   constexpr std::int64_t pages = 32770;
   constexpr std::int64_t page = 16 * 32 * 128;
   SparseMemory cache(device, pages * page * 2);
@@ -302,7 +303,7 @@ TEST_ON_EACH_DEVICE("A31 A32: page entries past the length, and past the table, 
   }
 }
 
-TEST_ON_EACH_DEVICE("A33: shared memory does not grow with the number of keys") {
+TEST_ON_EACH_DEVICE("A33: shared memory does not grow with the number of keys", "[large]") {
   for (const std::string& dtype : dtypes) {
     const AttentionData data(parse_case(dtype + "keys=65536 head_dim=128 values=zero_keys key=bhs/s value=bhs/s"));
     CHECK(first_bit_difference(run(data, device), reference(data.host_problem()), data.attention_case().dtype) == "");
@@ -353,14 +354,14 @@ TEST_ON_EACH_DEVICE("A48: an output woven between the rows of an input is not re
   p.pages = 2;
   call(p, device);
   for (std::int64_t row = 0; row < 8; ++row) {
-    std::vector<float> output(16);
+    std::array<std::byte, 16 * sizeof(float)> output;
     const float* at = static_cast<const float*>(p.output) + row * 32;
     if (device == Device::cuda) {
-      require_cuda(cudaMemcpy(output.data(), at, 64, cudaMemcpyDeviceToHost));
+      require_cuda(cudaMemcpy(output.data(), at, output.size(), cudaMemcpyDeviceToHost));
     } else {
-      std::memcpy(output.data(), at, 64);
+      std::memcpy(output.data(), at, output.size());
     }
-    CHECK(std::memcmp(output.data(), expected.output.data() + row * 64, 64) == 0);
+    CHECK(std::equal(output.begin(), output.end(), expected.output.begin() + row * 64));
   }
 }
 

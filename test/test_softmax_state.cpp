@@ -7,7 +7,9 @@
 
 #include "softmax_state.h"
 
-#include <cstring>
+#include <array>
+#include <bit>
+#include <cstdint>
 #include <random>
 #include <vector>
 
@@ -35,7 +37,8 @@ State merged(State a, const State& b) {
 }
 
 bool same_bits(const State& a, const State& b) {
-  return std::memcmp(&a, &b, sizeof(State)) == 0;
+  using Bits = std::array<std::uint32_t, sizeof(State) / sizeof(float)>;
+  return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
 }
 
 bool is_nan(float x) {

@@ -2,13 +2,18 @@
 // nothing that may run at the same time.
 #include "torch_case.h"
 
+#include "device_kernels.h"
+
+#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/cuda.h>
 
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <thread>
 
@@ -97,7 +102,8 @@ std::int64_t allocated_bytes() {
 
 } // namespace
 
-TEST_CASE("A41: a graph captured at length 1 gives the eager bits at every length it is replayed with", "[gpu]") {
+TEST_CASE("A41: a graph captured at length 1 gives the eager bits at every length it is replayed with",
+          "[gpu][caching]") {
   LongCase work;
   work.set_length(1);
   CapturedCall captured(work);
@@ -112,37 +118,42 @@ TEST_CASE("A41: a graph captured at length 1 gives the eager bits at every lengt
   }
 }
 
-TEST_CASE("A42: the first call of a thread may be inside a capture, and a refused one leaves the capture whole",
-          "[gpu]") {
+// CTest also runs it alone, as the first call of a process.
+TEST_CASE("A42: the first call of a process or thread may be inside a capture, and a refused one leaves it whole",
+          "[gpu][caching][first_call]") {
   const LongCase work;
-  const at::Tensor expected = work.run();
-  torch::cuda::synchronize();
-  at::Tensor first, second;
+  at::Tensor first, second, eager;
   std::string refusal;
   std::thread([&] {
     const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
     at::cuda::CUDAGraph graph;
-    graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    graph.capture_begin();
     first = work.run();
     refusal = error_of([&] { attention(work.tensors.query, work.tensors.key, work.tensors.value.slice(2, 1)); });
     second = work.run();
     graph.capture_end();
     graph.replay();
+    eager = work.run(); // on the stream that was captured
     torch::cuda::synchronize();
     first = first.clone();
     second = second.clone();
     torch::cuda::synchronize();
   }).join();
   CHECK(refusal.find("value has shape") != std::string::npos);
+  const at::Tensor expected = work.run();
   CHECK(same_bits(first, expected));
   CHECK(same_bits(second, expected));
+  CHECK(same_bits(eager, expected));
 }
 
-TEST_CASE("Graphs with the same shapes, replayed at once on two streams beside eager calls, keep apart", "[gpu]") {
-  const LongCase one, two(7777);
+TEST_CASE("Graphs with the same shapes, replayed at once on two streams beside eager calls, keep apart",
+          "[gpu][caching]") {
+  const LongCase one, two;
+  two.tensors.value.neg_();
   const at::Tensor expected_one = one.run(), expected_two = two.run();
   CapturedCall captured_one(one), captured_two(two);
   torch::cuda::synchronize();
+  CHECK_FALSE(same_bits(expected_one, expected_two));
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   for (int i = 0; i < 200; ++i) {
     captured_one.replay();
@@ -157,7 +168,8 @@ TEST_CASE("Graphs with the same shapes, replayed at once on two streams beside e
   }
 }
 
-TEST_CASE("A graph owns its scratch memory, whoever captured it and whatever is freed and allocated since", "[gpu]") {
+TEST_CASE("A graph owns its scratch memory, whoever captured it and whatever is freed and allocated since",
+          "[gpu][caching]") {
   const LongCase work;
   const at::Tensor expected = work.run();
   at::Tensor out = torch::empty_like(expected);
@@ -167,6 +179,7 @@ TEST_CASE("A graph owns its scratch memory, whoever captured it and whatever is 
   for (int i = 0; i < 3; ++i) {
     work.run();
     torch::cuda::synchronize();
+    c10::cuda::CUDACachingAllocator::emptyCache(); // to the driver, which hands it to the next ones
     const std::vector<at::Tensor> others = take_free_memory();
     out.fill_(std::nan(""));
     torch::cuda::synchronize();
@@ -201,43 +214,72 @@ TEST_CASE("A15: calls go to the current stream and wait for what is on it", "[gp
   }
 }
 
-TEST_CASE("A36: calls interleaved on streams and threads give the bits of calls alone", "[gpu]") {
-  const LongCase one, two(5000);
-  const at::Tensor expected_one = one.run(), expected_two = two.run();
+TEST_CASE("A36: 10,000 calls on each of 4 streams of 8 threads give the bits of calls alone and leave no memory behind",
+          "[gpu][large][caching]") {
+  const LongCase works[] = {LongCase(8192), LongCase(64), LongCase(5000), LongCase(1)};
+  std::vector<at::Tensor> expected;
+  for (const LongCase& work : works) {
+    expected.push_back(work.run());
+  }
   torch::cuda::synchronize();
-  std::vector<std::thread> threads;
-  std::vector<int> wrong(8, 0);
-  for (int& count : wrong) {
-    threads.emplace_back([&] {
-      std::vector<c10::cuda::CUDAStream> streams;
-      for (int i = 0; i < 4; ++i) {
-        streams.push_back(c10::cuda::getStreamFromPool());
-      }
-      for (int call = 0; call < 200; ++call) {
-        std::vector<at::Tensor> outputs;
-        for (std::size_t i = 0; i < streams.size(); ++i) {
-          const c10::cuda::CUDAStreamGuard guard(streams[i]);
-          if (call % 50 == static_cast<int>(i)) {
-            at::cuda::sleep(twenty_milliseconds / 20);
-          }
-          outputs.push_back(i % 2 == 0 ? one.run() : two.run());
+  const auto call = [&](Random& random, bool late, unsigned* wrong) { // on the current stream; the GPU compares
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const std::size_t which = random.bits() % expected.size();
+    LongCase work = works[which];
+    if (late) { // the query is NaN until shortly before the call
+      work.tensors.query = torch::full_like(work.tensors.query, std::nan(""));
+      keep_waiting(stream, 1);
+      work.tensors.query.copy_(works[which].tensors.query);
+    }
+    const at::Tensor output = work.run();
+    compare_and_poison(stream, output.data_ptr(), expected[which].data_ptr(), output.nbytes(), wrong);
+  };
+  const auto work = [&](int calls) {
+    std::atomic<int> wrong = 0;
+    std::vector<std::thread> threads;
+    for (unsigned thread = 0; thread < 8; ++thread) {
+      threads.emplace_back([&, thread] {
+        Random random(thread);
+        std::vector<c10::cuda::CUDAStream> streams;
+        std::vector<at::Tensor> counts;
+        for (int i = 0; i < 4; ++i) {
+          streams.push_back(c10::cuda::getStreamFromPool());
+          const c10::cuda::CUDAStreamGuard guard(streams.back());
+          counts.push_back(torch::zeros({1}, torch::dtype(at::kInt).device(at::kCUDA)));
         }
-        for (std::size_t i = 0; i < streams.size(); ++i) {
-          const c10::cuda::CUDAStreamGuard guard(streams[i]);
-          count += !same_bits(outputs[i], i % 2 == 0 ? expected_one : expected_two);
+        for (int i = 0; i < calls * 4; ++i) {
+          const auto lane = static_cast<std::size_t>(i % 4);
+          const c10::cuda::CUDAStreamGuard guard(streams[lane]);
+          const bool late = i < 4 || random.chance(0.002);
+          call(random, late, reinterpret_cast<unsigned*>(counts[lane].data_ptr<int>()));
         }
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  for (const int count : wrong) {
-    CHECK(count == 0);
-  }
+        for (std::size_t lane = 0; lane < 4; ++lane) {
+          const c10::cuda::CUDAStreamGuard guard(streams[lane]);
+          wrong += counts[lane].item<int>();
+        }
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+    return wrong.load();
+  };
+  const auto free_bytes = [] {
+    torch::cuda::synchronize();
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    std::size_t free = 0, total = 0;
+    require_cuda(cudaMemGetInfo(&free, &total));
+    return free;
+  };
+  CHECK(work(10) == 0); // whatever is set up once
+  const std::size_t free_before = free_bytes();
+  const std::int64_t allocated_before = allocated_bytes();
+  CHECK(work(10'000) == 0);
+  CHECK(free_bytes() >= free_before);
+  CHECK(allocated_bytes() == allocated_before);
 }
 
-TEST_CASE("In the steady state a call allocates its output and nothing else", "[gpu]") {
+TEST_CASE("In the steady state a call allocates its output and nothing else", "[gpu][caching]") {
   const LongCase work;
   at::Tensor out = work.run();
   const auto allocations = [] { return c10::cuda::CUDACachingAllocator::getDeviceStats(0).allocation[0].allocated; };
@@ -250,7 +292,7 @@ TEST_CASE("In the steady state a call allocates its output and nothing else", "[
   CHECK(allocations() == before + 1);
 }
 
-TEST_CASE("What threads, streams and graphs had is free again when they are gone", "[gpu]") {
+TEST_CASE("What threads, streams and graphs had is free again when they are gone", "[gpu][caching]") {
   const LongCase work, short_work(16);
   work.run();
   torch::cuda::synchronize();
@@ -292,6 +334,45 @@ TEST_CASE("A CUDA error that the caller left pending is neither consumed nor bla
   CHECK(cudaPeekAtLastError() == pending);
   CHECK(cudaGetLastError() == pending);
   CHECK(same_bits(out, expected));
+}
+
+TEST_CASE("Device, stream, grad mode and CUDA's error are as they were on every way out", "[gpu]") {
+  const LongCase work;                                                            // needs a workspace
+  const Tensors little = random_tensors({2, 4, 4, 16, 64, at::kHalf}, at::kCUDA); // needs none
+  const at::Tensor expected = work.run();
+  at::Tensor out = torch::full_like(expected, 5);
+  const at::Tensor untouched = out.clone();
+  torch::cuda::synchronize();
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  for (const bool grad : {true, false}) {
+    const at::AutoGradMode mode(grad);
+    const auto message_of = [&](const std::function<void()>& call) {
+      std::string message = error_of(call);
+      CHECK(c10::cuda::current_device() == 0);
+      CHECK(c10::cuda::getCurrentCUDAStream() == stream);
+      CHECK(at::GradMode::is_enabled() == grad);
+      CHECK(cudaPeekAtLastError() == cudaSuccess);
+      return message;
+    };
+    CHECK_FALSE(message_of([&] { attention_out(out, out, work.tensors.key, work.tensors.value); }).empty());
+    CHECK_FALSE(message_of([&] { attention(work.tensors.query, work.tensors.key, little.value); }).empty());
+    // Waiting spoils a capture, and whatever is launched into it then fails.
+    require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    CHECK(cudaStreamSynchronize(stream) != cudaSuccess);
+    cudaGetLastError();
+    const std::string no_launch = message_of([&] { attention_out(out, little.query, little.key, little.value); });
+    const std::string no_workspace = message_of([&] { work.run_into(out); });
+    cudaGraph_t graph = nullptr;
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaErrorStreamCaptureInvalidated);
+    cudaGetLastError();
+    CHECK(no_launch.find("cudaErrorStreamCaptureInvalidated") != std::string::npos);
+    CHECK(no_workspace.find("cudaErrorStreamCaptureInvalidated") != std::string::npos);
+    CHECK(same_bits(out, untouched));
+    CHECK(message_of([&] { work.run_into(out); }).empty());
+    CHECK(same_bits(out, expected));
+    out.copy_(untouched);
+  }
 }
 
 TEST_CASE("A14: tensors on a device that is not the current one are computed there", "[gpu]") {

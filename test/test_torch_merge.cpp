@@ -17,7 +17,9 @@ TEST_ON_EACH_DEVICE("Merging the parts of a cache gives attention over all of it
   }
   outputs[1].fill_(std::nan(""));                                                 // it counts nothing
   const at::Tensor parts = torch::stack(outputs), parts_lse = torch::stack(lses); // [P, B, Hq, D], [P, B, Hq]
-  const auto [output, lse] = merge(parts, parts_lse);
+  const auto whole = merge(parts, parts_lse);
+  const at::Tensor& output = std::get<0>(whole);
+  const at::Tensor& lse = std::get<1>(whole);
   CHECK(close(output, expected));
   CHECK(close(lse, expected_lse));
 

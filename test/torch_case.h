@@ -117,9 +117,10 @@ std::string error_of(const Call& call) {
 inline at::Tensor laid_out(const at::Tensor& tensor, at::IntArrayRef order, std::int64_t gap, std::int64_t offset) {
   std::vector<std::int64_t> strides(static_cast<std::size_t>(tensor.dim()));
   std::int64_t elements = 1;
-  for (auto axis = order.rbegin(); axis != order.rend(); ++axis) {
-    strides[static_cast<std::size_t>(*axis)] = elements;
-    elements = elements * tensor.size(*axis) + gap;
+  for (std::size_t i = order.size(); i-- > 0;) {
+    const std::int64_t axis = order[i];
+    strides[static_cast<std::size_t>(axis)] = elements;
+    elements = elements * tensor.size(axis) + gap;
   }
   at::Tensor storage = torch::full({elements + offset}, std::nan(""), tensor.options());
   at::Tensor view = storage.as_strided(tensor.sizes(), strides, offset);

@@ -1,0 +1,48 @@
+#include "device_kernels.h"
+
+#include "device.h"
+
+#include <cstdint>
+
+namespace single_query::test {
+namespace {
+
+__device__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__global__ void wait_on_device(std::uint64_t duration) {
+  const std::uint64_t start = nanoseconds();
+  while (nanoseconds() - start < duration) {
+    __nanosleep(1000);
+  }
+}
+
+__global__ void compare_on_device(std::uint16_t* result, const std::uint16_t* expected, std::size_t count,
+                                  unsigned* wrong) {
+  bool differs = false;
+  for (std::size_t i = threadIdx.x; i < count; i += blockDim.x) {
+    differs = differs || result[i] != expected[i];
+    result[i] = 0xffff;
+  }
+  if (__syncthreads_or(differs) && threadIdx.x == 0) {
+    ++*wrong;
+  }
+}
+
+} // namespace
+
+void keep_waiting(cudaStream_t stream, int milliseconds) {
+  wait_on_device<<<1, 1, 0, stream>>>(static_cast<std::uint64_t>(milliseconds) * 1'000'000);
+  require_cuda(cudaGetLastError());
+}
+
+void compare_and_poison(cudaStream_t stream, void* result, const void* expected, std::size_t bytes, unsigned* wrong) {
+  compare_on_device<<<1, 512, 0, stream>>>(static_cast<std::uint16_t*>(result),
+                                           static_cast<const std::uint16_t*>(expected), bytes / 2, wrong);
+  require_cuda(cudaGetLastError());
+}
+
+} // namespace single_query::test

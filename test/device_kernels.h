@@ -1,0 +1,17 @@
+// What the tests have the GPU itself do: keep a stream waiting, and compare results without the host waiting for them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace single_query::test {
+
+// Everything after it on the stream happens that much later. Leaves the rest of the GPU to others.
+void keep_waiting(cudaStream_t stream, int milliseconds);
+
+// Adds 1 to `*wrong` unless `result` holds the bytes of `expected`, and leaves `result` full of bytes 0xff (NaN).
+// All in device memory; `bytes` is a multiple of 2.
+void compare_and_poison(cudaStream_t stream, void* result, const void* expected, std::size_t bytes, unsigned* wrong);
+
+} // namespace single_query::test

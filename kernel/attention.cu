@@ -53,14 +53,14 @@ template <class Shape>
 Kernel simt_kernel() {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
   return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general},
-          {Shape::step_keys, 1, 8, 2, 4, 8, Shape::step_keys, false},
+          {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, false},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
           prepared_devices<Shape>};
 }
 
-// float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others.
+// float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others, by fours or eights.
 Kernel select_kernel(const KernelArguments& args, const Device& device) {
   const AttentionProblem& problem = args.problem;
   const int group = args.group;
@@ -72,12 +72,18 @@ Kernel select_kernel(const KernelArguments& args, const Device& device) {
       return simt_kernel<SimtShape<8, 1, 1>>();
     }
     if (head_dim <= 64) {
-      return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>() : simt_kernel<SimtShape<16, 1, 8>>();
+      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>()
+             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>()
+                          : simt_kernel<SimtShape<16, 1, 8>>();
     }
     if (head_dim <= 128) {
-      return group == 1 ? simt_kernel<SimtShape<8, 4, 1>>() : simt_kernel<SimtShape<32, 1, 8>>();
+      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>()
+             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>()
+                          : simt_kernel<SimtShape<32, 1, 8>>();
     }
-    return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>() : simt_kernel<SimtShape<32, 2, 8>>();
+    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>()
+           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>()
+                        : simt_kernel<SimtShape<32, 2, 8>>();
   }
   if (head_dim <= 64) {
     return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)

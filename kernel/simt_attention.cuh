@@ -11,7 +11,8 @@ namespace single_query {
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' staging, then the cluster's mailbox.
 template <class Shape, Path path>
-__global__ void __launch_bounds__(256, 2) simt_attention(const __grid_constant__ KernelArguments args) {
+__global__ void __launch_bounds__(256, path == Path::plain ? Shape::plain_blocks : 1)
+    simt_attention(const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(128) unsigned char shared[];
   await_arguments(fetch_arguments(args));
   const AttentionProblem& problem = args.problem;

@@ -11,9 +11,13 @@ template <int lanes_, int vectors_, int tile_heads_>
 struct SimtShape {
   static constexpr int lanes = lanes_;           // of one key
   static constexpr int vectors = vectors_;       // of four dims a lane
-  static constexpr int tile_heads = tile_heads_; // query heads: 1 or 8
+  static constexpr int tile_heads = tile_heads_; // query heads: 1, 4 or 8
   static constexpr int padded_dim = 4 * lanes * vectors;
-  static constexpr int rows = vectors >= 4 ? 2 : 4; // keys of one lane in a step
+  // Blocks that share a multiprocessor's registers in a plain kernel; a general one has them for itself.
+  static constexpr int plain_blocks = vectors * tile_heads > 8 ? 1 : 2;
+  // Keys of one lane in a step: what the registers of keys and values hold, beside those of queries and output.
+  static constexpr int most_rows = ((plain_blocks == 1 ? 208 : 96) - 8 * vectors * tile_heads) / (8 * vectors);
+  static constexpr int rows = most_rows >= 8 ? 8 : most_rows >= 4 ? 4 : 2;
   static constexpr int keys_at_once = 32 / lanes;
   static constexpr int step_keys = rows * keys_at_once;
   static constexpr int chain_steps = chain_length / rows;

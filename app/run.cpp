@@ -128,7 +128,7 @@ void check(const RunOptions& options) {
           "device is " + options.device.str() + ": it must be cpu, cuda or cuda:<index>");
   if (options.device.is_cuda()) {
     require_cuda();
-    const int count = c10::cuda::device_count();
+    const c10::DeviceIndex count = c10::cuda::device_count();
     require(options.device.index() < count,
             "device is " + options.device.str() + ": there are " + std::to_string(count) + " CUDA devices");
   }

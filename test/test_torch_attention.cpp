@@ -80,7 +80,8 @@ TEST_ON_EACH_DEVICE("Queries of one to four axes give the same bits, in their ow
 
 TEST_ON_EACH_DEVICE("All overloads, directly and through the dispatcher, give the same bits") {
   const TensorCase c;
-  const auto [query, key, value] = random_tensors(c, torch_device(device));
+  const Tensors tensors = random_tensors(c, torch_device(device));
+  const at::Tensor &query = tensors.query, &key = tensors.key, &value = tensors.value;
   const AttentionOptions o = every_option(c, query.device());
   const at::Tensor output = attention(query, key, value, o);
   CHECK(same_bits(std::get<0>(attention_with_lse(query, key, value, o)), output));
@@ -272,7 +273,8 @@ TEST_ON_EACH_DEVICE("With a split_size a row has the same bits in any batch, and
 }
 
 TEST_ON_EACH_DEVICE("Grad mode is as it was, and inputs that require grad are welcome while it is off") {
-  auto [query, key, value] = random_tensors({}, torch_device(device));
+  Tensors tensors = random_tensors({}, torch_device(device));
+  at::Tensor &query = tensors.query, &key = tensors.key, &value = tensors.value;
   const at::Tensor expected = attention(query, key, value);
   query.requires_grad_(true);
   {
@@ -290,10 +292,12 @@ TEST_ON_EACH_DEVICE("Grad mode is as it was, and inputs that require grad are we
 TEST_ON_EACH_DEVICE("Any number of host threads may call at once") {
   TensorCase c;
   c.keys = 3000;
-  const auto [query, key, value] = random_tensors(c, torch_device(device));
+  const Tensors tensors = random_tensors(c, torch_device(device));
+  const at::Tensor &query = tensors.query, &key = tensors.key, &value = tensors.value;
   const at::Tensor expected = attention(query, key, value);
   std::vector<at::Tensor> results(4);
   std::vector<std::thread> threads;
+  threads.reserve(results.size());
   for (at::Tensor& result : results) {
     threads.emplace_back([&] {
       for (int call = 0; call < 20; ++call) {
@@ -326,7 +330,8 @@ TEST_CASE("The CPU result does not depend on the number of threads") {
 TEST_CASE("Meta tensors get the shapes and dtypes, and the refusals, of real ones") {
   TensorCase c;
   c.dtype = at::kHalf;
-  const auto [query, key, value] = random_tensors(c, at::kMeta);
+  const Tensors tensors = random_tensors(c, at::kMeta);
+  const at::Tensor &query = tensors.query, &key = tensors.key, &value = tensors.value;
   const auto [output, lse] = attention_with_lse(query, key, value);
   CHECK(output.is_meta());
   CHECK(output.sizes() == query.sizes());

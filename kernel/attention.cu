@@ -72,18 +72,14 @@ Kernel select_kernel(const KernelArguments& args, const Device& device) {
       return simt_kernel<SimtShape<8, 1, 1>>();
     }
     if (head_dim <= 64) {
-      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>()
-             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>()
-                          : simt_kernel<SimtShape<16, 1, 8>>();
+      return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>() : simt_kernel<SimtShape<16, 1, 8>>();
     }
     if (head_dim <= 128) {
       return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>()
              : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>()
                           : simt_kernel<SimtShape<32, 1, 8>>();
     }
-    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>()
-           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>()
-                        : simt_kernel<SimtShape<32, 2, 8>>();
+    return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>() : simt_kernel<SimtShape<32, 2, 8>>();
   }
   if (head_dim <= 64) {
     return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)

@@ -234,9 +234,10 @@ __device__ __forceinline__ void push_element(const ClusterMailbox& mailbox, cons
 }
 
 // The pieces of a row from global memory, by the block that came last, or each block of such a cluster for the elements
-// that it owns. As many lanes as the block can spare share an element and merge their ranges of pieces at the end.
+// that it owns. As many lanes as the block can spare share an element and merge their ranges of pieces at the end. One
+// compiled copy for all kernels of a type.
 template <bool float32>
-__device__ __forceinline__ void gather_pieces(const KernelArguments& args, const Finish& finish, int count) {
+__device__ __noinline__ void gather_pieces(const KernelArguments& args, const Finish& finish, int count) {
   const int cluster_shift = log2_floor(args.plan.cluster_size);
   const int rank = static_cast<int>(blockIdx.x) & (args.plan.cluster_size - 1);
   const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;

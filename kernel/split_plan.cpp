@@ -79,7 +79,8 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
       blocks = blocks_of(plan.warps, 2 * half);
     }
   }
-  if (keys * plan.team <= 5 * most_cluster * large_step) { // a cluster's steps take less than a merge of clusters
+  // One cluster's steps take less than a merge of clusters.
+  if (keys <= 5 * most_cluster * large_step / static_cast<std::uint32_t>(plan.team)) {
     plan.warps = blocks > most_cluster ? body.most_warps : plan.warps;
     blocks = std::min(blocks, most_cluster);
   }

@@ -176,6 +176,15 @@ int copy_bytes(const AttentionProblem& problem, const void* data, std::initializ
   return static_cast<int>(bits & (~bits + 1)); // the lowest bit
 }
 
+// Of a cache: the row at the highest address.
+const void* last_row(const AttentionProblem& problem, const void* data, std::int64_t stride_page,
+                     std::int64_t stride_head, std::int64_t stride_slot) {
+  const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2;
+  return static_cast<const char*>(data) +
+         element * ((problem.pages - 1) * stride_page + (problem.kv_heads - 1) * stride_head +
+                    (problem.page_size - 1) * stride_slot);
+}
+
 struct Plan {
   Kernel kernel;
   Path path;
@@ -194,6 +203,10 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
       copy_bytes(problem, problem.key, {problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot});
   args.value_copy_bytes = copy_bytes(problem, problem.value,
                                      {problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot});
+  args.last_key_row =
+      last_row(problem, problem.key, problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot);
+  args.last_value_row =
+      last_row(problem, problem.value, problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot);
   args.output_vectors =
       copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;

@@ -38,9 +38,9 @@ class CacheReader {
   static constexpr int rows_at_once = 32 / row_lanes;
 
 public:
-  // first_key: of this warp's team, relative to a piece's first step; lead: this warp's first key relative to that;
-  // stride: keys that all warps take in a step together. A team goes through a piece's steps together, also through
-  // those that have no keys for some of its warps.
+  // first_key: of the warps that go through the steps together, relative to a piece's first step; lead: this warp's
+  // first key relative to that; stride: keys that all warps take in a step. A warp also goes through the steps that
+  // have no keys for it but for others of those warps.
   __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<path>& pieces,
                                          std::uint32_t first_key, std::uint32_t lead, std::uint32_t stride)
       : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), lead_(lead), stride_(stride) {
@@ -59,14 +59,14 @@ public:
       rows_ = key_ < keys_.end ? min(keys_.end - key_, static_cast<std::uint32_t>(step_keys)) - first_row_ : 0;
     }
     late_keys_ = copy_tile(Ring::key_tile(stage), stage, problem.key, problem.key_stride_head, problem.key_stride_page,
-                           problem.key_stride_slot, args_.key_copy_bytes, key_row_, late_keys_);
+                           problem.key_stride_slot, args_.key_copy_bytes, args_.last_key_row, key_row_, late_keys_);
   }
 
   __device__ __forceinline__ void copy_values(int stage) {
     const AttentionProblem& problem = args_.problem;
     late_values_ =
         copy_tile(Ring::value_tile(stage), stage, problem.value, problem.value_stride_head, problem.value_stride_page,
-                  problem.value_stride_slot, args_.value_copy_bytes, value_row_, late_values_);
+                  problem.value_stride_slot, args_.value_copy_bytes, args_.last_value_row, value_row_, late_values_);
   }
 
   __device__ __forceinline__ void advance() {
@@ -172,11 +172,13 @@ private:
     return page_exists(args_.problem, slot_.page) ? slot_.page * stride_page + slot_.slot * stride_slot : -1;
   }
 
-  // tile: its place in the ring; row: this lane's part of the first of the rows, where they are equally far apart;
+  // tile: its place in the ring; last_row: of the cache, by address; row: this lane's part of the first of the rows,
+  // where they are equally far apart;
   // late: 16 bits per stage, of rows that begin an element later than what was copied. Returns the new ones.
   __device__ __forceinline__ std::uint64_t copy_tile(int tile, int stage, const void* cache, std::int64_t stride_head,
                                                      std::int64_t stride_page, std::int64_t stride_slot, int copy_bytes,
-                                                     const Element* row, std::uint64_t late) const {
+                                                     const void* last_row, const Element* row,
+                                                     std::uint64_t late) const {
     if (rows_ == 0) {
       // The piece has ended.
     } else if (spaced_ && (!general || copy_bytes == 16)) {
@@ -190,23 +192,27 @@ private:
       }
     } else if (may_page) {
       const int head_dim = static_cast<int>(args_.problem.head_dim);
+      const Element* const head = static_cast<const Element*>(cache) + kv_head_ * stride_head;
+      const bool all_spaced = general && spaced_ && rows_ == step_keys;
+      const Element* const first = row - lane() / row_lanes * stride_slot - lane() % row_lanes * 8;
+      const std::int64_t own = all_spaced ? 0 : own_row(stride_page, stride_slot);
+      // Of row lane % 16.
+      const auto own_address =
+          reinterpret_cast<std::uint64_t>(all_spaced ? first + lane() % step_keys * stride_slot : head + own);
       const bool in_pairs = general && copy_bytes == 2 && head_dim < padded_dim;
-      std::uint64_t own_address; // of row lane % 16
-      if (general && spaced_ && rows_ == step_keys) {
-        const Element* const first = row - lane() / row_lanes * stride_slot - lane() % row_lanes * 8;
+      // A pair may begin with the last element of a row, and with the last one of the caller's memory.
+      const bool singly = in_pairs && __any_sync(0xffffffffu, own_address == reinterpret_cast<std::uint64_t>(last_row));
+      if (all_spaced && !singly) {
         const int early =
             in_pairs && stride_slot % 2 == 0 ? static_cast<int>(reinterpret_cast<std::uint64_t>(first) / 2 % 2) : 0;
         const int bytes = in_pairs && stride_slot % 2 == 0 ? 4 : copy_bytes; // all rows begin alike
         copy_rows(ring_ + tile, SpacedRows{first - early, stride_slot}, head_dim + early, bytes);
-        own_address = reinterpret_cast<std::uint64_t>(first + lane() % step_keys * stride_slot);
       } else {
-        const Element* const head = static_cast<const Element*>(cache) + kv_head_ * stride_head;
-        const std::int64_t own = own_row(stride_page, stride_slot);
-        copy_rows(ring_ + tile, ScatteredRows{head, own}, head_dim, copy_bytes);
-        own_address = reinterpret_cast<std::uint64_t>(head + own);
+        const std::int64_t offset = all_spaced ? first - head + lane() % step_keys * stride_slot : own;
+        copy_rows(ring_ + tile, ScatteredRows{head, offset}, head_dim, singly ? 1 : copy_bytes);
       }
       if (in_pairs) {
-        const std::uint64_t rows = __ballot_sync(0xffffffffu, (own_address & 2) != 0) & 0xffffu;
+        const std::uint64_t rows = singly ? 0 : __ballot_sync(0xffffffffu, (own_address & 2) != 0) & 0xffffu;
         late = (late & ~(0xffffull << 16 * stage)) | rows << 16 * stage;
       }
     }
@@ -225,7 +231,7 @@ private:
       copy_rows_by<padded_dim, 4, RowEnds::whole>(tile, rows, bytes);
     } else if (copy_bytes == 4) {
       copy_rows_by<padded_dim, 4, RowEnds::partial>(tile, rows, bytes);
-    } else if (elements < padded_dim) {
+    } else if (copy_bytes == 2 && elements < padded_dim) {
       copy_rows_by<padded_dim, 4, RowEnds::late>(tile, rows, bytes);
     } else {
       copy_rows_singly<padded_dim>(tile, rows, elements);

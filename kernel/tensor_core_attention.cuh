@@ -10,17 +10,12 @@
 //
 // Groups of many heads would read the cache once for each tile of heads. There the warps of a block form teams, powers
 // of two: each warp copies its own steps' keys as always, but then multiplies the tiles of the whole team with the
-// heads of its own tile. A team meets before and after that.
+// heads of its own tile. All warps meet before and after that.
 #pragma once
 
 #include "tensor_core_modifiers.cuh"
 
 namespace single_query {
-
-// All warps of a team meet; what they wrote to shared memory is visible to all.
-__device__ __forceinline__ void meet_team(int warp, int team) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(1 + warp / team), "r"(team * 32) : "memory");
-}
 
 // grid and pieces: see split_plan.h. Dynamic shared memory: the warps' rings, then staging (walk: the rings are busy
 // with what comes next) or the cluster's mailbox.
@@ -46,9 +41,19 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   const int team_shift = Shape::teams ? log2_floor(args.plan.team) : 0;
   const int team = 1 << team_shift;
   const int own_tile = warp & (team - 1);
-  const std::uint32_t first_key = (rank * warps + warp - own_tile) * step_keys; // of the team
+  // Warps that go through the steps together begin with their first one's keys: with teams, all warps of the block.
+  const int first_warp = team > 1 ? 0 : warp;
+  const std::uint32_t first_key = (rank * warps + first_warp) * step_keys;
+  const std::uint32_t team_key = (warp - own_tile - first_warp) * step_keys; // of the team, from there
+  const auto meet = [team] {
+    if (team > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  };
   const std::uint32_t stride = cluster_size * warps * step_keys;
-  CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, own_tile * step_keys, stride);
+  CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, (warp - first_warp) * step_keys, stride);
   __shared__ bool misses_page[Shape::teams ? 8 : 1]; // of each warp's tile
   await_arguments(fetched);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -97,11 +102,11 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         reader.align_keys(stage);
         reader.align_values(stage);
         misses_page[warp] = reader.misses_page(stage);
-        meet_team(warp, team);
+        meet();
       }
 #pragma unroll 1
       for (int tile = 0; tile < team; ++tile) {
-        const std::uint32_t tile_key = key + tile * step_keys;
+        const std::uint32_t tile_key = key + team_key + tile * step_keys;
         if (Shape::teams && tile_key >= piece.keys.end) {
           break;
         }
@@ -165,7 +170,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         }
       }
       if (Shape::teams) {
-        meet_team(warp, team); // all have read the tiles
+        meet(); // all have read the tiles
         reader.copy_keys(stage);
       } else {
         __syncwarp();

@@ -28,7 +28,11 @@ std::atomic<std::uint64_t> prepared_devices[3];
 template <class Shape>
 Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   constexpr bool wide = Shape::padded_dim == 256;
-  const int room = (device.shared_bytes - 1024) / (Shape::Ring::warp_bytes + Shape::staging_bytes);
+  // Of a warp, beside its ring: its staging in a walk, or its tile's part of a cluster's mailbox.
+  constexpr int mailbox_bytes = ClusterMailbox::bytes(Shape::tile_heads << Shape::head_shift, 1);
+  const int merge_bytes =
+      device.traits.has_clusters ? std::max(Shape::staging_bytes, mailbox_bytes) : Shape::staging_bytes;
+  const int room = (device.shared_bytes - 1024) / (Shape::Ring::warp_bytes + merge_bytes);
   const int most_warps = static_cast<int>(power_of_two_at_most(static_cast<std::uint32_t>(std::clamp(room, 1, 8))));
   // Warps that share their keys, so that the cache is read once. Keys that a mask excludes for some heads only are
   // taken out of a tile of values, which is then one warp's own.
@@ -42,7 +46,8 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
-          {step_keys, team, small_warps, wide || team > 1 ? 1 : 2, small_warps, most_warps, 16, true},
+          {step_keys, team, small_warps, wide || team > 1 || room < 2 * small_warps ? 1 : 2, small_warps, most_warps,
+           16, true},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },

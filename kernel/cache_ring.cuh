@@ -1,6 +1,6 @@
 // The load path of the tensor-core body: each warp streams its own steps of 16 keys from the cache into a ring of
-// stages in shared memory, far enough ahead that reads never stop; nobody but the warp itself waits for them. A stage
-// is a K tile and a V tile.
+// stages in shared memory, far enough ahead that reads never stop; nobody waits for them but the warp itself, or the
+// warps of its block where they form teams. A stage is a K tile and a V tile.
 #pragma once
 
 #include "cache_tile.cuh"
@@ -173,8 +173,8 @@ private:
   }
 
   // tile: its place in the ring; last_row: of the cache, by address; row: this lane's part of the first of the rows,
-  // where they are equally far apart;
-  // late: 16 bits per stage, of rows that begin an element later than what was copied. Returns the new ones.
+  // where they are equally far apart; late: 16 bits per stage, of rows that begin an element later than what was
+  // copied. Returns the new ones.
   __device__ __forceinline__ std::uint64_t copy_tile(int tile, int stage, const void* cache, std::int64_t stride_head,
                                                      std::int64_t stride_page, std::int64_t stride_slot, int copy_bytes,
                                                      const void* last_row, const Element* row,
@@ -250,7 +250,7 @@ private:
   std::uint32_t first_key_, lead_, stride_;
   std::uint32_t lane_address_; // of this lane's first chunk, in shared memory
   int lane_bytes_;             // that this lane copies of a row: none past head_dim
-  // First key of the coming step, keys of its piece, and whether the 16 rows are all there and equally far apart.
+  // First key of the coming step, and keys of its piece.
   std::uint32_t key_ = 0;
   KeyRange keys_ = {0, 0};
   bool spaced_ = false;                    // the 16 rows of the step are equally far apart

@@ -5,10 +5,11 @@
 //  - by_row: few rows. Each row gets `clusters` thread-block clusters of `cluster_size` blocks; each cluster takes an
 //    equal range of the row's own keys. Blocks of a cluster merge through distributed shared memory, clusters of a row
 //    through global memory. grid = (cluster_size * clusters, rows of a batch entry, batch).
-//  - walk: many rows, lengths that differ, or a given split size. The keys of all rows are cut into units, the list of
-//    all units into `blocks` equal shares, one a block (stream-K, after Osama et al., "Stream-K", 2023). A row that
-//    several blocks share is merged by the last of them. With a given split size a unit is a split, and every split is
-//    a piece of its own; else a unit is one step of a block and a piece is as long as row and share allow.
+//  - walk: many rows, numbers of them that leave multiprocessors without work, lengths that differ, or a given split
+//    size. The keys of all rows are cut into units, the list of all units into `blocks` equal shares, one a block
+//    (stream-K, after Osama et al., "Stream-K", 2023). A row that several blocks share is merged by the last of them.
+//    With a given split size a unit is a split, and every split is a piece of its own; else a unit is one step of a
+//    block and a piece is as long as row and share allow.
 #pragma once
 
 #include "kv_layout.h"
@@ -24,7 +25,7 @@ struct DeviceTraits {
 struct BodyTraits {
   int keys_per_warp;             // keys a warp takes in one step
   int team;                      // warps that share their keys and have tiles of query heads of their own
-  int walk_warps;                // warps a block in walk mode
+  int walk_warps;                // warps a block in walk mode, but of few rows
   int blocks_per_multiprocessor; // resident blocks of that size
   int small_warps;               // warps a block in by_row mode, of few keys
   int most_warps;                // the same of many

@@ -82,9 +82,9 @@ struct ClusterMailbox {
   __device__ ElementSources sources(int i) const { return {values + i, slice + 1, states + i, slice + 1}; }
 };
 
-// Merge load(begin) .. load(end - 1) in order. The loads of a batch are independent, so that they
-// overlap. More than a chain of sources are added a batch at a time, see add_chain(). fast: weights need no more
-// precision than 16-bit results show.
+// Merge load(begin) .. load(end - 1) in order. The loads of a batch are independent, so that they overlap. More than a
+// chain of sources are added a batch at a time, see add_chain(). fast: weights need no more precision than 16-bit
+// results show.
 template <int batch_size, bool fast, class Load>
 __device__ __forceinline__ ElementState fold_sources(std::uint32_t begin, std::uint32_t end, const Load& load) {
   const bool chains = end - begin > chain_length;

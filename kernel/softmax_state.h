@@ -33,7 +33,8 @@ SINGLE_QUERY_HOST_DEVICE float softmax_weight(float score, float max_score) {
 }
 
 // Equal terms round the same way every time, so that the error of a sum grows as its length does. No sum adds more
-// terms than this one by one; longer ones add such chains by add_chain().
+// terms than this one by one, longer ones add such chains by add_chain(); only the tensor cores' outputs, which are
+// rounded to 16 bits, add all steps of a warp in a row.
 constexpr int chain_length = 64;
 
 // sum + chain. What that rounds off stays in `chain`, to be the next chain's first term: the error does not grow with

@@ -37,7 +37,7 @@ struct KernelArguments {
   std::int64_t key_step, value_step; // elements from one step of a warp to its next, in a contiguous cache
   // Bytes that one copy instruction may move: 16, 8, 4 or (elements of 16 bits) 2, as the alignment allows.
   int query_copy_bytes, key_copy_bytes, value_copy_bytes;
-  // The rows at the highest addresses, one element after which the caller's memory may end.
+  // The rows at the highest addresses: the caller's memory may end where they do.
   const void* last_key_row;
   const void* last_value_row;
   bool modified;       // softcap, ALiBi or a mask: scores are more than scaled dot products

@@ -9,6 +9,18 @@
 
 namespace single_query::test {
 
+// One part with one number, in four floats of a device or of the host: its value and log-sum-exp, then the merged ones.
+inline MergeProblem smallest_merge(float* numbers) {
+  MergeProblem problem;
+  problem.parts = 1;
+  problem.head_dim = 1;
+  problem.outputs = numbers;
+  problem.lse = numbers + 1;
+  problem.output = numbers + 2;
+  problem.output_lse = numbers + 3;
+  return problem;
+}
+
 struct MergeCase {
   DataType dtype = DataType::float32;
   std::int64_t parts = 1;

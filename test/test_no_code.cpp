@@ -7,6 +7,7 @@
 #endif
 
 #include "device.h"
+#include "merge_case.h"
 
 #include <array>
 #include <string>
@@ -18,14 +19,7 @@ TEST_CASE("A35: a build without code for the GPU throws, naming GPU and code, wr
   constexpr std::array<float, 4> numbers = {1, 0, -7, -7}; // a part's output and lse, the merged ones
   Memory memory(Device::cuda, sizeof(numbers));
   memory.upload(numbers.data(), sizeof(numbers));
-  auto* const device_numbers = reinterpret_cast<float*>(memory.data());
-  MergeProblem problem;
-  problem.parts = 1;
-  problem.head_dim = 1;
-  problem.outputs = device_numbers;
-  problem.lse = device_numbers + 1;
-  problem.output = device_numbers + 2;
-  problem.output_lse = device_numbers + 3;
+  const MergeProblem problem = smallest_merge(reinterpret_cast<float*>(memory.data()));
   for (int call = 0; call < 2; ++call) {
     std::string message = "nothing thrown";
     try {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 namespace single_query {
 namespace {
@@ -47,7 +48,7 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, team, small_warps, wide || team > 1 || room < 2 * small_warps ? 1 : 2, small_warps, most_warps,
-           16, true},
+           16, output_chain_steps, true},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -58,7 +59,7 @@ template <class Shape>
 Kernel simt_kernel() {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
   return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general},
-          {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, false},
+          {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -170,6 +171,21 @@ SingleStepKernel select_single_step(const KernelArguments& args, const DeviceTra
   }
 }
 
+// The problem with strides of 0 on axes of fewer than two elements: whatever the caller's are, they lead nowhere.
+AttentionProblem without_unused_strides(const AttentionProblem& given) {
+  AttentionProblem problem = given;
+  const std::pair<std::int64_t, std::int64_t*> axes[] = {
+      {problem.batch, &problem.query_stride_batch},   {problem.query_heads, &problem.query_stride_head},
+      {problem.batch, &problem.output_stride_batch},  {problem.query_heads, &problem.output_stride_head},
+      {problem.pages, &problem.key_stride_page},      {problem.kv_heads, &problem.key_stride_head},
+      {problem.page_size, &problem.key_stride_slot},  {problem.pages, &problem.value_stride_page},
+      {problem.kv_heads, &problem.value_stride_head}, {problem.page_size, &problem.value_stride_slot}};
+  for (const auto& [size, stride] : axes) {
+    *stride = size > 1 ? *stride : 0;
+  }
+  return problem;
+}
+
 // The widest copy, 16, 8 or 4 bytes or one element, that begins and ends with every row of a tensor.
 int copy_bytes(const AttentionProblem& problem, const void* data, std::initializer_list<std::int64_t> strides) {
   const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2;
@@ -190,6 +206,8 @@ const void* last_row(const AttentionProblem& problem, const void* data, std::int
                     (problem.page_size - 1) * stride_slot);
 }
 
+constexpr std::uint64_t partial_element_bytes = sizeof(float4) + sizeof(float2);
+
 struct Plan {
   Kernel kernel;
   Path path;
@@ -198,10 +216,31 @@ struct Plan {
   SingleStepKernel single_step;   // instead of `kernel`
 };
 
-Plan make_plan(const AttentionProblem& problem, const Device& device) {
+// Elements of all partial states, see Pieces::cut().
+std::uint64_t partial_elements(const KernelArguments& args, std::int64_t rows) {
+  const SplitPlan& split = args.plan;
+  const bool by_share = split.walk && !split.pieces_are_units;
+  const std::uint64_t owners = by_share ? split.blocks : static_cast<std::uint64_t>(rows);
+  const std::uint64_t slots = by_share     ? 2
+                              : split.walk ? split.splits_per_row
+                                           : static_cast<std::uint64_t>(split.clusters);
+  if (slots == 1) {
+    return 0;
+  }
+  std::uint64_t elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
+  std::uint64_t bytes = 0;
+  if (__builtin_mul_overflow(elements, owners, &elements) || __builtin_mul_overflow(elements, slots, &elements) ||
+      __builtin_mul_overflow(elements, partial_element_bytes, &bytes) || bytes >> 63 != 0) {
+    refuse_splits(args.problem);
+  }
+  return elements;
+}
+
+Plan make_plan(const AttentionProblem& given, const Device& device) {
   Plan plan{};
   KernelArguments& args = plan.arguments;
-  args.problem = problem;
+  args.problem = without_unused_strides(given);
+  const AttentionProblem& problem = args.problem;
   args.group = static_cast<int>(problem.query_heads / problem.kv_heads);
   args.query_copy_bytes = copy_bytes(problem, problem.query, {problem.query_stride_batch, problem.query_stride_head});
   args.key_copy_bytes =
@@ -236,12 +275,7 @@ Plan make_plan(const AttentionProblem& problem, const Device& device) {
   if (plan.single_step.function != nullptr) {
     return plan;
   }
-  const std::uint64_t slots =
-      !split.walk ? (split.clusters > 1 ? static_cast<std::uint64_t>(rows) * split.clusters : 0)
-      : split.pieces_are_units
-          ? (split.splits_per_row > 1 ? static_cast<std::uint64_t>(rows) * split.splits_per_row : 0)
-          : 2ull * split.blocks;
-  plan.partial_elements = slots * args.row_heads << args.head_shift;
+  plan.partial_elements = partial_elements(args, rows);
   return plan;
 }
 
@@ -287,9 +321,8 @@ void launch_single_step(const SingleStepKernel& kernel, const KernelArguments& g
 }
 
 std::size_t workspace_bytes(const Plan& plan) {
-  return plan.partial_elements == 0
-             ? 0
-             : workspace_counters * sizeof(std::uint32_t) + plan.partial_elements * (sizeof(float4) + sizeof(float2));
+  constexpr std::size_t counter_bytes = workspace_counters * sizeof(std::uint32_t);
+  return plan.partial_elements == 0 ? 0 : counter_bytes + plan.partial_elements * partial_element_bytes;
 }
 
 bool is_empty(const AttentionProblem& problem) {

@@ -102,8 +102,7 @@ std::size_t workspace_bytes(const AttentionProblem& problem, const HostPlan& pla
   const std::size_t partial_bytes = static_cast<std::size_t>(plan.partial_floats) * sizeof(float);
   if (__builtin_mul_overflow(static_cast<std::size_t>(plan.most_partials), partial_bytes, &bytes) ||
       __builtin_add_overflow(bytes, row_starts_bytes(problem), &bytes)) {
-    throw Error(Error::Kind::invalid_argument, "attention: split_size is " + std::to_string(problem.split_size) +
-                                                   ": the workspace for so many splits does not fit into 64 bits");
+    refuse_splits(problem);
   }
   return bytes;
 }

@@ -16,12 +16,27 @@ __device__ __forceinline__ std::uint32_t first_step(KeyRange piece) {
   return piece.begin / step_keys * step_keys;
 }
 
+// A bit for each of the 16 rows of every stage.
+class StageRows {
+public:
+  __device__ __forceinline__ void set(int stage, unsigned rows) {
+    bits_ = (bits_ & ~(0xffffull << step_keys * stage)) | static_cast<std::uint64_t>(rows) << step_keys * stage;
+  }
+  __device__ __forceinline__ unsigned of(int stage) const {
+    return static_cast<unsigned>(bits_ >> step_keys * stage) & 0xffffu;
+  }
+
+private:
+  std::uint64_t bits_ = 0;
+};
+
 template <int padded_dim>
 struct CacheRing {
   using Tile = CacheTile<padded_dim>;
   static constexpr int stages = padded_dim >= 128 ? 2 : 4;
   static constexpr int warp_bytes = stages * 2 * Tile::bytes;
   static constexpr int in_flight = 2 * stages - 1; // copy groups that may be pending when the oldest tile is needed
+  static_assert(stages <= 4, "StageRows holds no more");
 
   static constexpr __device__ __forceinline__ int key_tile(int stage) { return stage * 2 * Tile::bytes; }
   static constexpr __device__ __forceinline__ int value_tile(int stage) { return key_tile(stage) + Tile::bytes; }
@@ -58,15 +73,11 @@ public:
       first_row_ = key_ < keys_.begin ? keys_.begin - key_ : 0;
       rows_ = key_ < keys_.end ? min(keys_.end - key_, static_cast<std::uint32_t>(step_keys)) - first_row_ : 0;
     }
-    late_keys_ = copy_tile(Ring::key_tile(stage), stage, problem.key, problem.key_stride_head, problem.key_stride_page,
-                           problem.key_stride_slot, args_.key_copy_bytes, args_.last_key_row, key_row_, late_keys_);
+    copy_tile(Ring::key_tile(stage), stage, keys_of(args_), key_side_);
   }
 
   __device__ __forceinline__ void copy_values(int stage) {
-    const AttentionProblem& problem = args_.problem;
-    late_values_ =
-        copy_tile(Ring::value_tile(stage), stage, problem.value, problem.value_stride_head, problem.value_stride_page,
-                  problem.value_stride_slot, args_.value_copy_bytes, args_.last_value_row, value_row_, late_values_);
+    copy_tile(Ring::value_tile(stage), stage, values_of(args_), value_side_);
   }
 
   __device__ __forceinline__ void advance() {
@@ -80,38 +91,39 @@ public:
         slots_ahead_ = look_up(key_ + 2 * stride_);
       }
     } else {
-      key_row_ += args_.key_step;
-      value_row_ += args_.value_step;
+      key_side_.row += args_.key_step;
+      value_side_.row += args_.value_step;
     }
   }
 
-  // Whether the tiles in this stage needed a page that does not exist.
-  __device__ __forceinline__ bool misses_page(int stage) const { return may_page && (missing_ >> stage & 1) != 0; }
+  // Which of the keys in this stage need a page that does not exist: a bit for each.
+  __device__ __forceinline__ unsigned missing(int stage) const { return may_page ? missing_.of(stage) : 0; }
 
   // Mends rows that were copied with an element before their begin, when their tile has arrived.
   __device__ __forceinline__ void align_keys(int stage) const {
-    align_tile(Ring::key_tile(stage), args_.key_copy_bytes, late_keys_ >> 16 * stage);
+    align_tile(Ring::key_tile(stage), args_.key_copy_bytes, key_side_.late.of(stage));
   }
   __device__ __forceinline__ void align_values(int stage) const {
-    align_tile(Ring::value_tile(stage), args_.value_copy_bytes, late_values_ >> 16 * stage);
+    align_tile(Ring::value_tile(stage), args_.value_copy_bytes, value_side_.late.of(stage));
   }
 
 private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
 
+  // One of the two caches on its way into the ring.
+  struct Side {
+    const Element* row = nullptr; // this lane's part of the first of the coming step's rows, where they are spaced
+    StageRows late;               // rows that begin an element later than what was copied
+  };
+
   // This lane's part of row 0 of its first chunk, in the page or batch entry `page`.
-  __device__ __forceinline__ const Element* lane_row(const void* cache, std::int64_t page, std::int64_t slot,
-                                                     std::int64_t stride_page, std::int64_t stride_head,
-                                                     std::int64_t stride_slot) const {
-    return static_cast<const Element*>(cache) + kv_head_ * stride_head + page * stride_page +
-           (slot + lane() / row_lanes) * stride_slot + lane() % row_lanes * 8;
+  __device__ __forceinline__ const Element* lane_row(const Cache& cache, std::int64_t page, std::int64_t slot) const {
+    return static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head + page * cache.stride_page +
+           (slot + lane() / row_lanes) * cache.stride_slot + lane() % row_lanes * 8;
   }
   __device__ __forceinline__ void point_at(std::int64_t page, std::int64_t slot) {
-    const AttentionProblem& problem = args_.problem;
-    key_row_ =
-        lane_row(problem.key, page, slot, problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot);
-    value_row_ = lane_row(problem.value, page, slot, problem.value_stride_page, problem.value_stride_head,
-                          problem.value_stride_slot);
+    key_side_.row = lane_row(keys_of(args_), page, slot);
+    value_side_.row = lane_row(values_of(args_), page, slot);
   }
 
   __device__ __forceinline__ void next_piece() {
@@ -150,8 +162,7 @@ private:
     slot_.page = __shfl_sync(all, slots_.page, source);
     slot_.slot = __shfl_sync(all, slots_.slot, source);
     const bool exists = page_exists(args_.problem, slot_.page);
-    const unsigned bit = 1u << stage;
-    missing_ = __any_sync(all, !exists && is_in(keys_, key_ + lane() % step_keys)) ? missing_ | bit : missing_ & ~bit;
+    missing_.set(stage, __ballot_sync(all, !exists && is_in(keys_, key_ + lane() % step_keys)) & 0xffffu);
     spaced_ = args_.problem.page_size % step_keys == 0 && __all_sync(all, exists);
     first_row_ = 0;
     rows_ = key_ < keys_.end ? step_keys : 0;
@@ -161,24 +172,23 @@ private:
   }
 
   // Start of row lane % 16 of the coming step, in elements; negative: nothing to read.
-  __device__ __forceinline__ std::int64_t own_row(std::int64_t stride_page, std::int64_t stride_slot) const {
+  __device__ __forceinline__ std::int64_t own_row(const Cache& cache) const {
     const std::uint32_t key = key_ + lane() % step_keys;
     if (!is_in(keys_, key)) {
       return -1;
     }
     if (!may_page || args_.problem.page_table == nullptr) {
-      return batch_ * stride_page + key * stride_slot;
+      return batch_ * cache.stride_page + key * cache.stride_slot;
     }
-    return page_exists(args_.problem, slot_.page) ? slot_.page * stride_page + slot_.slot * stride_slot : -1;
+    return page_exists(args_.problem, slot_.page) ? slot_.page * cache.stride_page + slot_.slot * cache.stride_slot
+                                                  : -1;
   }
 
-  // tile: its place in the ring; last_row: of the cache, by address; row: this lane's part of the first of the rows,
-  // where they are equally far apart; late: 16 bits per stage, of rows that begin an element later than what was
-  // copied. Returns the new ones.
-  __device__ __forceinline__ std::uint64_t copy_tile(int tile, int stage, const void* cache, std::int64_t stride_head,
-                                                     std::int64_t stride_page, std::int64_t stride_slot, int copy_bytes,
-                                                     const void* last_row, const Element* row,
-                                                     std::uint64_t late) const {
+  // tile: its place in the ring.
+  __device__ __forceinline__ void copy_tile(int tile, int stage, const Cache& cache, Side& side) const {
+    const std::int64_t stride_slot = cache.stride_slot;
+    const int copy_bytes = cache.copy_bytes;
+    const Element* row = side.row;
     if (rows_ == 0) {
       // The piece has ended.
     } else if (spaced_ && (!general || copy_bytes == 16)) {
@@ -192,16 +202,17 @@ private:
       }
     } else if (may_page) {
       const int head_dim = static_cast<int>(args_.problem.head_dim);
-      const Element* const head = static_cast<const Element*>(cache) + kv_head_ * stride_head;
+      const Element* const head = static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head;
       const bool all_spaced = general && spaced_ && rows_ == step_keys;
       const Element* const first = row - lane() / row_lanes * stride_slot - lane() % row_lanes * 8;
-      const std::int64_t own = all_spaced ? 0 : own_row(stride_page, stride_slot);
+      const std::int64_t own = all_spaced ? 0 : own_row(cache);
       // Of row lane % 16.
       const auto own_address =
           reinterpret_cast<std::uint64_t>(all_spaced ? first + lane() % step_keys * stride_slot : head + own);
       const bool in_pairs = general && copy_bytes == 2 && head_dim < padded_dim;
       // A pair may begin with the last element of a row, and with the last one of the caller's memory.
-      const bool singly = in_pairs && __any_sync(0xffffffffu, own_address == reinterpret_cast<std::uint64_t>(last_row));
+      const bool singly =
+          in_pairs && __any_sync(0xffffffffu, own_address == reinterpret_cast<std::uint64_t>(cache.last_row));
       if (all_spaced && !singly) {
         const int early =
             in_pairs && stride_slot % 2 == 0 ? static_cast<int>(reinterpret_cast<std::uint64_t>(first) / 2 % 2) : 0;
@@ -212,12 +223,10 @@ private:
         copy_rows(ring_ + tile, ScatteredRows{head, offset}, head_dim, singly ? 1 : copy_bytes);
       }
       if (in_pairs) {
-        const std::uint64_t rows = singly ? 0 : __ballot_sync(0xffffffffu, (own_address & 2) != 0) & 0xffffu;
-        late = (late & ~(0xffffull << 16 * stage)) | rows << 16 * stage;
+        side.late.set(stage, singly ? 0 : __ballot_sync(0xffffffffu, (own_address & 2) != 0) & 0xffffu);
       }
     }
     __pipeline_commit();
-    return late;
   }
 
   template <class Rows>
@@ -238,9 +247,9 @@ private:
     }
   }
 
-  __device__ __forceinline__ void align_tile(int tile, int copy_bytes, std::uint64_t late) const {
-    if (general && copy_bytes == 2 && args_.problem.head_dim < padded_dim && (late & 0xffffu) != 0) {
-      align_rows<padded_dim>(ring_ + tile, static_cast<unsigned>(late) & 0xffffu);
+  __device__ __forceinline__ void align_tile(int tile, int copy_bytes, unsigned late) const {
+    if (general && copy_bytes == 2 && args_.problem.head_dim < padded_dim && late != 0) {
+      align_rows<padded_dim>(ring_ + tile, late);
     }
   }
 
@@ -255,15 +264,13 @@ private:
   KeyRange keys_ = {0, 0};
   bool spaced_ = false;                    // the 16 rows of the step are equally far apart
   std::uint32_t first_row_ = 0, rows_ = 0; // of the step, those that take part
-  const Element* key_row_ = nullptr;
-  const Element* value_row_ = nullptr;
+  Side key_side_, value_side_;
   std::uint32_t batch_ = 0;
   std::uint32_t kv_head_ = 0;
   // With a page table: of key key_ + lane % 16; as look_up() gives them.
   KeySlot slot_ = {0, 0}, slots_ = {0, 0}, slots_ahead_ = {0, 0};
   int odd_step_ = 0;
-  unsigned missing_ = 0;                          // a bit per stage
-  std::uint64_t late_keys_ = 0, late_values_ = 0; // see copy_tile()
+  StageRows missing_;
 };
 
 } // namespace single_query

@@ -212,6 +212,12 @@ __device__ __forceinline__ void open_mailbox(std::uint64_t* full, unsigned bytes
   ptx::barrier_cluster_arrive(ptx::sem_relaxed); // the fence has published the mbarrier
 }
 
+// Returns when everything that was pushed to this block is there.
+__device__ __forceinline__ void await_mailbox(std::uint64_t* full) {
+  while (!cuda::ptx::mbarrier_try_wait_parity(cuda::ptx::sem_acquire, cuda::ptx::scope_cluster, full, 0)) {
+  }
+}
+
 __device__ __forceinline__ void open_mailbox(const ClusterMailbox& mailbox, int cluster_size) {
   open_mailbox(mailbox.full, mailbox.slice * cluster_size * (sizeof(float4) + sizeof(float2)));
 }
@@ -233,6 +239,13 @@ __device__ __forceinline__ void push_element(const ClusterMailbox& mailbox, cons
 #endif
 }
 
+// Where the partial state of an element of a piece lies in the workspace.
+__device__ __forceinline__ std::uint64_t partial_at(const KernelArguments& args, const Cut& cut, std::uint32_t piece,
+                                                    int element) {
+  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
+  return slot_of(cut, piece) * slot_elements + element;
+}
+
 // The pieces of a row from global memory, by the block that came last, or each block of such a cluster for the elements
 // that it owns. As many lanes as the block can spare share an element and merge their ranges of pieces at the end. In
 // line: a call here would cost the steps before it a fifth more instructions.
@@ -240,7 +253,6 @@ template <bool float32>
 __device__ __forceinline__ void gather_pieces(const KernelArguments& args, const Finish& finish, int count) {
   const int cluster_shift = log2_floor(args.plan.cluster_size);
   const int rank = static_cast<int>(blockIdx.x) & (args.plan.cluster_size - 1);
-  const std::uint64_t slot_elements = static_cast<std::uint64_t>(args.row_heads) << args.head_shift;
   const std::uint32_t pieces = finish.cut.count;
   const int spare_shift = log2_floor(blockDim.x) - log2_floor(2 * count - 1); // log2 of count rounded up
   const int shift = min(min(max(spare_shift, 0), 5), log2_floor(pieces));
@@ -256,7 +268,7 @@ __device__ __forceinline__ void gather_pieces(const KernelArguments& args, const
     ElementState state;
     if (i < count) {
       state = fold_sources<8, !float32>(begin, end, [&](std::uint32_t piece) -> ElementState {
-        const std::uint64_t at = slot_of(finish.cut, piece) * slot_elements + element;
+        const std::uint64_t at = partial_at(args, finish.cut, piece, element);
         const float4 v = __ldcg(args.partial_values + at);
         const float2 s = __ldcg(args.partial_states + at);
         return {s.x, s.y, {v.x, v.y, v.z, v.w}};
@@ -303,8 +315,7 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
       if (finish.piece.whole) {
         write_output<float32>(args, finish, state, element);
       } else {
-        const std::uint64_t slot = slot_of(finish.cut, finish.cut.index);
-        const std::uint64_t at = (slot * static_cast<std::uint64_t>(args.row_heads) << args.head_shift) + element;
+        const std::uint64_t at = partial_at(args, finish.cut, finish.cut.index, element);
         __stcg(args.partial_values + at,
                make_float4(state.values[0], state.values[1], state.values[2], state.values[3]));
         __stcg(args.partial_states + at, make_float2(state.max_score, state.sum_exp));
@@ -314,8 +325,7 @@ __device__ __forceinline__ void finish_piece(const KernelArguments& args, const 
       break;
     }
 #if __CUDA_ARCH__ >= 900
-    while (!cuda::ptx::mbarrier_try_wait_parity(mailbox.full, 0)) {
-    }
+    await_mailbox(mailbox.full);
 #endif
     count = mailbox.slice;
     sources = cluster_size;

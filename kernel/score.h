@@ -14,9 +14,9 @@ SINGLE_QUERY_HOST_DEVICE float inverse_softcap_of(float softcap) {
 
 // What one query head adds to its scores.
 struct ScoreModifiers {
-  float scale;
-  float softcap;     // 0: off
-  float alibi_slope; // 0: off
+  float scale = 1;
+  float softcap = 0;     // 0: off
+  float alibi_slope = 0; // 0: off
   float inverse_softcap = inverse_softcap_of(softcap);
 };
 

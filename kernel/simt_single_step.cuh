@@ -357,8 +357,7 @@ __global__ void __launch_bounds__(Shape::warps * 32)
     }
     constexpr unsigned dims = Shape::dims;
     if (warp < slice / dims) {
-      while (!ptx::mbarrier_try_wait_parity(&full, 0)) {
-      }
+      await_mailbox(&full);
       const unsigned own = warp * dims + lane % dims;
       const unsigned first_source = lane / dims * Shape::lane_sources;
       const SoftmaxState<1> state =

@@ -33,9 +33,11 @@ SINGLE_QUERY_HOST_DEVICE float softmax_weight(float score, float max_score) {
 }
 
 // Equal terms round the same way every time, so that the error of a sum grows as its length does. No sum adds more
-// terms than this one by one, longer ones add such chains by add_chain(); only the tensor cores' outputs, which are
-// rounded to 16 bits, add all steps of a warp in a row.
+// terms than this one by one, longer ones add such chains by add_chain(). Only the tensor cores' outputs, which are
+// rounded to 16 bits, are added in longer chains, of up to output_chain_steps steps: they lose half a unit in the last
+// place a step, always towards zero, so that 16,384 steps would be seen in a float16.
 constexpr int chain_length = 64;
+constexpr int output_chain_steps = 4096;
 
 // sum + chain. What that rounds off stays in `chain`, to be the next chain's first term: the error does not grow with
 // the number of chains (after Kahan, "Further remarks on reducing truncation errors", 1965).

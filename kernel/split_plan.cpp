@@ -6,6 +6,10 @@ namespace single_query {
 namespace {
 
 constexpr std::uint32_t most_cluster = 8; // blocks; more are not granted everywhere
+// Measured on an H200:
+constexpr std::uint32_t walk_steps = 16;   // of a block, from which on a walk that fills the device beats idle seats
+constexpr std::uint32_t large_steps = 4;   // of a block, from which on large SIMT blocks beat small ones
+constexpr std::uint32_t cluster_steps = 5; // of a block, up to which one cluster beats a merge of several
 
 // Blocks of a walk: as many as are resident at once, or somewhat fewer where that lets rows of equal length end on the
 // shares' borders, so that none has to be merged.
@@ -69,22 +73,23 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
     plan.warps = keys <= blocks * large_step ? body.small_warps : body.most_warps;
     // Few rows that leave many multiprocessors without a block, and long enough for a walk to pay.
     const std::uint32_t seats = row_count > half ? 2 * half : half;
-    if (8 * blocks * row_count < 7 * seats && keys >= 16 * blocks * large_step) {
+    if (blocks * row_count < seats - seats / 8 && keys >= walk_steps * blocks * large_step) {
       return plan_walk(problem, rows, keys, body, device);
     }
   } else {
     blocks = blocks_of(plan.warps, 2 * most);
-    if (keys / blocks >= 4 * large_step) {
+    if (keys / blocks >= large_steps * large_step) {
       plan.warps = body.most_warps;
       blocks = blocks_of(plan.warps, 2 * half);
     }
   }
-  // One cluster's steps take less than a merge of clusters.
-  if (keys <= 5 * most_cluster * large_step / static_cast<std::uint32_t>(plan.team)) {
+  if (keys <= cluster_steps * most_cluster * large_step / static_cast<std::uint32_t>(plan.team)) {
     plan.warps = blocks > most_cluster ? body.most_warps : plan.warps;
     blocks = std::min(blocks, most_cluster);
   }
-  if (blocks > 1 && !device.has_clusters) {
+  const std::uint32_t block_step = static_cast<std::uint32_t>(plan.warps / plan.team * body.keys_per_warp);
+  const bool too_long = keys / blocks / block_step >= body.most_steps;
+  if ((blocks > 1 && !device.has_clusters) || too_long) {
     return plan_walk(problem, rows, keys, body, device);
   }
   // Clusters of 8 do not fit onto all multiprocessors at once.

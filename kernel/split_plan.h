@@ -30,6 +30,7 @@ struct BodyTraits {
   int small_warps;               // warps a block in by_row mode, of few keys
   int most_warps;                // the same of many
   std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp
+  std::uint32_t most_steps;      // of a warp in by_row mode; a walk may have more
   bool pairs;                    // a large block keeps the memory port of a pair of multiprocessors busy
 };
 

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   };
   const std::uint32_t stride = cluster_size * warps * step_keys;
   CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, (warp - first_warp) * step_keys, stride);
-  __shared__ bool misses_page[Shape::teams ? 8 : 1]; // of each warp's tile
+  __shared__ std::uint16_t missing_keys[Shape::teams ? Shape::most_warps : 1]; // of each warp's tile
   await_arguments(fetched);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const MatrixRows key_rows(lane % 16, lane / 16);
@@ -89,6 +89,11 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
 #endif
     }
     state.clear();
+    bool staged = false; // the output of earlier steps
+    // By row, the warps' rings will have drained and hold their states; in a walk they hold the next piece's keys.
+    const WarpStates states{reinterpret_cast<float*>(walk ? area : shared),
+                            (walk ? Shape::staging_bytes : Ring::warp_bytes) / 4, Shape::tile_heads, Shape::head_shift,
+                            team_shift};
     std::uint32_t key = first_step(piece.keys) + first_key;
     if (modified) {
       modifiers.begin_piece(problem, piece, own_heads);
@@ -101,7 +106,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         __syncwarp();
         reader.align_keys(stage);
         reader.align_values(stage);
-        misses_page[warp] = reader.misses_page(stage);
+        missing_keys[warp] = static_cast<std::uint16_t>(reader.missing(stage));
         meet();
       }
 #pragma unroll 1
@@ -123,8 +128,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         } else {
           multiply_keys<Shape, false>(key_tile, key_rows, queries, scores);
         }
-        const bool missing =
-            Shape::teams ? path != Path::plain && misses_page[warp - own_tile + tile] : reader.misses_page(stage);
+        const unsigned missing = path == Path::plain ? 0u
+                                 : Shape::teams      ? missing_keys[warp - own_tile + tile]
+                                                     : reader.missing(stage);
         if (!Shape::teams) {
           __syncwarp(); // all lanes have read the tile
           reader.copy_keys(stage);
@@ -133,12 +139,11 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         if (modified) {
           excluded = modifiers.apply(problem, piece, tile_key, scores);
           modifiers.load_mask(problem, piece, key + stride); // with a mask there are no teams
-        }
-        if (!modified) {
+        } else {
           scale_scores<Shape>(problem.scale, scores);
         }
-        if (missing || tile_key < piece.keys.begin || piece.keys.end - tile_key < step_keys) {
-          replace_scores<Shape>(piece.keys, tile_key, missing, scores);
+        if (missing != 0 || tile_key < piece.keys.begin || piece.keys.end - tile_key < step_keys) {
+          replace_scores<Shape>(piece.keys, tile_key, missing, excluded, scores);
         }
         softmax_step<Shape>(scores, state);
         if (!Shape::teams) {
@@ -178,17 +183,16 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       reader.copy_values(stage);
       reader.advance();
       stage = stage + 1 == Ring::stages ? 0 : stage + 1;
+      if (walk && state.chains >= output_chain_steps / state_chain_steps) {
+        stage_state<Shape>(states, staged, state);
+        staged = true;
+      }
     }
-    // By row, this warp's ring has drained and holds its state; in a walk it holds the next piece's keys already.
-    WarpStates states{reinterpret_cast<float*>(area), Shape::staging_bytes / 4, Shape::tile_heads, Shape::head_shift,
-                      team_shift};
     if (!walk) {
-      states.base = reinterpret_cast<float*>(shared);
-      states.warp_stride = Ring::warp_bytes / 4;
       __pipeline_wait_prior(0);
       __syncwarp();
     }
-    stage_state<Shape>(states, state);
+    stage_state<Shape>(states, path == Path::general && staged, state);
     finish_piece<false>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, area});
   }
 }

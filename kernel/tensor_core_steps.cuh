@@ -18,6 +18,7 @@ struct TensorCoreShape {
   static constexpr int dim_steps = padded_dim / 16;
   // Groups may need many tiles: warps can form teams that share their keys, each warp with a tile of its own.
   static constexpr bool teams = head_blocks > 1 || padded_dim == 256;
+  static constexpr int most_warps = 8;
   using Ring = CacheRing<padded_dim>;
   static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
   static constexpr int staging_bytes = WarpStates::floats(tile_heads, head_shift) * static_cast<int>(sizeof(float));
@@ -40,10 +41,11 @@ struct TensorCoreState {
   float sum_exp[Shape::head_blocks][2];   // of this lane's keys only, and without those of the chain in hand
   float sum_chain[Shape::head_blocks][2]; // see add_chain()
   int chain_steps;
+  int chains; // since the output was staged or cleared
   float output[Shape::head_blocks][Shape::dim_steps][4];
 
   __device__ __forceinline__ void clear() {
-    chain_steps = 0;
+    chain_steps = chains = 0;
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
       max_score[block][0] = max_score[block][1] = negative_infinity;
@@ -62,6 +64,7 @@ struct TensorCoreState {
 
   __device__ __forceinline__ void end_chain() {
     chain_steps = 0;
+    ++chains;
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
@@ -172,16 +175,19 @@ __device__ __forceinline__ void scale_scores(float scale, float (&scores)[Shape:
   }
 }
 
-// Scores of keys that are not in the piece become -inf, others NaN if their page does not exist.
+// Scores of keys that are not in the piece become -inf, others NaN if their page does not exist. missing: a bit for
+// each of the step's keys; excluded: one for each of this lane's scores, of keys whose page is not asked for.
 template <class Shape>
-__device__ __forceinline__ void replace_scores(KeyRange keys, std::uint32_t first_key, bool missing,
-                                               float (&scores)[Shape::head_blocks][4]) {
+__device__ __forceinline__ void replace_scores(KeyRange keys, std::uint32_t first_key, unsigned missing,
+                                               unsigned excluded, float (&scores)[Shape::head_blocks][4]) {
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool in_piece = is_in(keys, first_key + threadIdx.x % 32 / 4 + i / 2 * 8);
-      scores[block][i] = !in_piece ? negative_infinity : missing ? __int_as_float(0x7fffffff) : scores[block][i];
+      const unsigned row = threadIdx.x % 32 / 4 + i / 2 * 8;
+      const bool in_piece = is_in(keys, first_key + row);
+      const bool lost = (missing >> row & 1) != 0 && (excluded >> (block * 4 + i) & 1) == 0;
+      scores[block][i] = !in_piece ? negative_infinity : lost ? __int_as_float(0x7fffffff) : scores[block][i];
     }
   }
 }
@@ -214,6 +220,8 @@ __device__ __forceinline__ void raise_maxima(const float (&scores)[Shape::head_b
   }
 }
 
+constexpr int state_chain_steps = chain_length / 2; // of two keys a lane
+
 // Turn a step's scores into weights. Once the largest scores have come by, maxima change no more.
 template <class Shape>
 __device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks][4], TensorCoreState<Shape>& state) {
@@ -236,14 +244,15 @@ __device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks]
       state.sum_chain[block][i % 2] += scores[block][i];
     }
   }
-  if (++state.chain_steps == chain_length / 2) { // of two keys a lane
+  if (++state.chain_steps == state_chain_steps) {
     state.end_chain();
   }
 }
 
-// Leave this warp's state in shared memory, summed over the warp's lanes.
+// Leave this warp's state in shared memory, summed over the warp's lanes. staged: the output of earlier steps has been
+// left there, which this adds to. What that rounds off stays in `state`, see add_chain(), and can go on from there.
 template <class Shape>
-__device__ __forceinline__ void stage_state(const WarpStates& warps, const TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void stage_state(const WarpStates& warps, bool staged, TensorCoreState<Shape>& state) {
   const int lane = threadIdx.x % 32;
   const int warp = static_cast<int>(threadIdx.x / 32);
 #pragma unroll
@@ -256,17 +265,29 @@ __device__ __forceinline__ void stage_state(const WarpStates& warps, const Tenso
       for (int offset = 4; offset < 32; offset *= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       }
+      float factor = 0;
+      if (staged) {
+        factor = softmax_weight(warps.state(warp, head).x, state.max_score[block][h]);
+        __syncwarp(); // all lanes have read
+      }
       if (lane / 4 == 0) {
         warps.state(warp, head) = make_float2(state.max_score[block][h], sum);
       }
       float* const values = warps.values(warp, head) + lane / 4;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
-        values[m * 16] = state.output[block][m][h];
-        values[m * 16 + 8] = state.output[block][m][2 + h];
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+          float& value = values[m * 16 + upper * 8];
+          float& output = state.output[block][m][upper * 2 + h];
+          value = staged ? add_chain(value * factor, output) : output;
+          output = staged ? output : 0.0f;
+        }
       }
     }
   }
+  state.chains = 0;
+  __syncwarp();
 }
 
 } // namespace single_query

@@ -277,6 +277,10 @@ void validate(const MergeProblem& p) {
   require_outputs_alone(function, output, output_lse, inputs);
 }
 
+void refuse_splits(const AttentionProblem& problem) {
+  refuse("attention", "split_size", problem.split_size, "the workspace for so many splits does not fit into 64 bits");
+}
+
 void validate_workspace(const void* workspace, std::size_t given, std::size_t needed, std::size_t alignment) {
   constexpr const char* function = "attention";
   if (needed == 0) {

@@ -13,6 +13,9 @@ namespace single_query {
 void validate(const AttentionProblem& problem);
 void validate(const MergeProblem& problem);
 
+// For a split size that makes more splits than a workspace of 64 bits could hold.
+[[noreturn]] void refuse_splits(const AttentionProblem& problem);
+
 // `given` bytes at `workspace`, of which `needed` are needed. Where none are, any pointer does.
 void validate_workspace(const void* workspace, std::size_t given, std::size_t needed, std::size_t alignment);
 

@@ -48,6 +48,26 @@ struct KernelArguments {
   float2* partial_states;
 };
 
+// One of the two caches, as a kernel body reads it. Strides in elements.
+struct Cache {
+  const void* data;
+  std::int64_t stride_page, stride_head, stride_slot;
+  int copy_bytes;
+  const void* last_row;
+};
+
+__device__ __forceinline__ Cache keys_of(const KernelArguments& args) {
+  const AttentionProblem& problem = args.problem;
+  return {problem.key,         problem.key_stride_page, problem.key_stride_head, problem.key_stride_slot,
+          args.key_copy_bytes, args.last_key_row};
+}
+
+__device__ __forceinline__ Cache values_of(const KernelArguments& args) {
+  const AttentionProblem& problem = args.problem;
+  return {problem.value,         problem.value_stride_page, problem.value_stride_head, problem.value_stride_slot,
+          args.value_copy_bytes, args.last_value_row};
+}
+
 // Every launch finds its arguments uncached: a first read of each 64 bytes of them takes some 300 cycles. This reads
 // them all at once, at the start of a kernel. The word it returns is for await_arguments().
 __device__ __forceinline__ std::uint32_t fetch_arguments(const KernelArguments& args) {

@@ -126,6 +126,7 @@ void visit_fields(Case& c, const Visit& visit) {
   visit("mask", c.mask);
   visit("mask_type", c.mask_type);
   visit("mask_keep", c.mask_keep);
+  visit("evicted", c.evicted);
   visit("sinks", c.sinks);
   visit("split_size", c.split_size);
   visit("values", c.values);

@@ -61,6 +61,7 @@ struct AttentionCase {
   Layout mask;  // "bhk"
   MaskType mask_type = MaskType::boolean;
   double mask_keep = 0.5; // share of the keys that it lets in
+  bool evicted = false;   // pages whose keys the mask excludes for every head do not exist
   Layout sinks;           // "h"
   std::int64_t split_size = 0;
 

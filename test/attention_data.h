@@ -92,6 +92,7 @@ private:
   void fill_page_table(Random& random);
   void assign_pages(std::int64_t b); // to the entries that row b's keys need and have not got
   void fill_mask(Random& random);
+  void evict_pages(Random& random);
   void fill_modifiers(Random& random);
   void fill_query_and_cache(Random& random);
   void place_specials(Random& random);

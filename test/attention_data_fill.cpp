@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace single_query::test {
@@ -13,6 +14,7 @@ AttentionData::AttentionData(const AttentionCase& attention_case) : case_(attent
   fill_lengths(random);
   fill_page_table(random);
   fill_mask(random);
+  evict_pages(random);
   fill_modifiers(random);
   fill_query_and_cache(random);
   place_specials(random);
@@ -70,6 +72,26 @@ void AttentionData::fill_mask(Random& random) {
         const bool in = random.chance(keep);
         const double added = random.chance(0.05) ? -1e4 : random.uniform(-4, 4);
         set_mask(b, h, n, case_.mask_type == MaskType::boolean ? in : in ? added : -INFINITY);
+      }
+    }
+  }
+}
+
+void AttentionData::evict_pages(Random& random) {
+  const std::int64_t size = case_.page_size;
+  for (std::int64_t b = 0; b < case_.batch && case_.evicted && size > 0; ++b) {
+    for (std::int64_t page = first_key(b) / size; page * size < length(b); ++page) {
+      bool used = false;
+      const std::int64_t end = std::min(length(b), (page + 1) * size);
+      for (std::int64_t n = std::max(first_key(b), page * size); n < end; ++n) {
+        for (std::int64_t h = 0; h < case_.query_heads; ++h) {
+          used = used || takes_part(b, h, n);
+        }
+      }
+      if (!used) {
+        set_page(
+            b, page,
+            random.one_of({-1, static_cast<std::int32_t>(layout_.pages), std::numeric_limits<std::int32_t>::max()}));
       }
     }
   }

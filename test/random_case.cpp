@@ -139,6 +139,7 @@ AttentionCase random_case(std::uint64_t seed, std::int64_t budget) {
   c.garbage_strides = random.chance(0.3);
   c.specials = random.chance(0.05) ? random.integer(1, 4) : 0;
   c.fill = random.one_of({Fill::nan, Fill::nan, Fill::infinity, Fill::byte_7f});
+  c.evicted = c.page_size > 0 && !c.mask.order.empty() && random.chance(0.5);
   c.guarded = c.batch == 0 || random.chance(0.75); // memory of no bytes is null, and null is an absent tensor
   return c;
 }

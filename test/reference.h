@@ -40,7 +40,6 @@ struct Reference {
 struct ReferenceKeys {
   std::int64_t length;
   std::int64_t begin;
-  bool missing_page; // a page that one of them needs does not exist
 };
 
 SINGLE_QUERY_TEST_HOST_DEVICE inline ReferenceKeys reference_keys(const AttentionProblem& p, std::int64_t b) {
@@ -51,12 +50,7 @@ SINGLE_QUERY_TEST_HOST_DEVICE inline ReferenceKeys reference_keys(const Attentio
                                                  : static_cast<const std::int32_t*>(p.lengths)[b * p.lengths_stride];
     length = length < 0 ? 0 : length < capacity ? length : capacity;
   }
-  ReferenceKeys keys = {length, p.window > 0 && p.window < length ? length - p.window : 0, false};
-  for (std::int64_t n = keys.begin; p.page_table != nullptr && n < length; n = (n / p.page_size + 1) * p.page_size) {
-    const std::int64_t page = p.page_table[b * p.page_table_stride_batch + n / p.page_size * p.page_table_stride_page];
-    keys.missing_page = keys.missing_page || page < 0 || page >= p.pages;
-  }
-  return keys;
+  return {length, p.window > 0 && p.window < length ? length - p.window : 0};
 }
 
 struct ReferenceScore {
@@ -65,6 +59,7 @@ struct ReferenceScore {
   double dot_magnitude;   // |scale| sum_d |query_d key_d|, and what softcap adds to it
   double added_magnitude; // |alibi + mask|
   std::int64_t value_row; // where this key's value lies
+  bool missing;           // its page does not exist, which makes the row NaN
 };
 
 template <DataType Type>
@@ -88,12 +83,15 @@ reference_score(const AttentionProblem& p, std::int64_t b, std::int64_t h, std::
       break;
     }
     if (mask == -INFINITY) {
-      return {false, -INFINITY, 0, 0, 0};
+      return {false, -INFINITY, 0, 0, 0, false};
     }
   }
   const bool paged = p.page_table != nullptr;
   const std::int64_t page =
       paged ? p.page_table[b * p.page_table_stride_batch + n / p.page_size * p.page_table_stride_page] : b;
+  if (page < 0 || page >= p.pages) {
+    return {false, NAN, 0, 0, 0, true};
+  }
   const std::int64_t slot = paged ? n % p.page_size : n;
   const std::int64_t kv_head = h / (p.query_heads / p.kv_heads);
   const std::int64_t query_row = b * p.query_stride_batch + h * p.query_stride_head;
@@ -120,7 +118,7 @@ reference_score(const AttentionProblem& p, std::int64_t b, std::int64_t h, std::
   }
   const std::int64_t value_row =
       page * p.value_stride_page + kv_head * p.value_stride_head + slot * p.value_stride_slot;
-  return {true, score + added, magnitude, std::fabs(added), value_row};
+  return {true, score + added, magnitude, std::fabs(added), value_row, false};
 }
 
 constexpr std::int64_t no_value = -1; // the value row of an excluded key
@@ -163,13 +161,6 @@ void reference_row(const AttentionProblem& p, std::int64_t b, std::int64_t h, Re
   const ReferenceKeys keys = reference_keys(p, b);
   const auto row = static_cast<std::size_t>(b * p.query_heads + h);
   const auto head_dim = static_cast<std::size_t>(p.head_dim);
-  if (keys.missing_page) {
-    constexpr double nan = std::numeric_limits<double>::quiet_NaN();
-    result.lse[row] = nan;
-    std::fill_n(result.output.begin() + static_cast<std::ptrdiff_t>(row * head_dim), head_dim, nan);
-    return;
-  }
-
   const auto count = static_cast<std::size_t>(keys.length - keys.begin);
   std::vector<double> weights(count); // of key begin + i, as are the next two
   std::vector<std::int64_t> value_rows(count, no_value);
@@ -179,6 +170,12 @@ void reference_row(const AttentionProblem& p, std::int64_t b, std::int64_t h, Re
   double magnitude = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const ReferenceScore key = reference_score<Type>(p, b, h, keys.begin + static_cast<std::int64_t>(i), keys.length);
+    if (key.missing) {
+      constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+      result.lse[row] = nan;
+      std::fill_n(result.output.begin() + static_cast<std::ptrdiff_t>(row * head_dim), head_dim, nan);
+      return;
+    }
     weights[i] = key.score;
     if (key.included) {
       ++result.keys[row];

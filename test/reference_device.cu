@@ -97,12 +97,14 @@ __device__ void reference_row(const AttentionProblem& p, std::int64_t row, const
   double max_score = sink;
   double magnitude = 0;
   double count = 0;
-  const std::int64_t attended = keys.missing_page ? 0 : keys.length - keys.begin;
+  double missing = 0;
+  const std::int64_t attended = keys.length - keys.begin;
   for (std::int64_t i = threadIdx.x; i < attended; i += block_threads) {
     const ReferenceScore key = reference_score<Type>(p, b, h, keys.begin + i, keys.length);
     weights[i] = key.score;
     added[i] = key.added_magnitude;
     value_rows[i] = key.included ? key.value_row : no_value;
+    missing = key.missing ? 1 : missing;
     if (key.included) {
       ++count;
       max_score = fmax(max_score, key.score);
@@ -112,6 +114,7 @@ __device__ void reference_row(const AttentionProblem& p, std::int64_t row, const
   max_score = max_over_block(max_score);
   magnitude = max_over_block(magnitude);
   count = sum_over_block(count);
+  missing = max_over_block(missing);
 
   double any = 0;
   double largest_weight = 0;
@@ -139,16 +142,15 @@ __device__ void reference_row(const AttentionProblem& p, std::int64_t row, const
     const std::int64_t at = row * p.head_dim + d;
     const ReferenceValue value = any != 0 ? reference_value<Type>(p, d, attended, weights, value_rows)
                                           : ReferenceValue{0, 0, 0, Position::exact};
-    arrays.output[at] = keys.missing_page ? NAN : any != 0 ? value.sum / sum : 0;
+    arrays.output[at] = missing != 0 ? NAN : any != 0 ? value.sum / sum : 0;
     arrays.value_magnitude[at] = any != 0 ? value.magnitude / sum : 0;
     arrays.value_total[at] = value.total;
     arrays.position[at] = value.position;
   }
   if (threadIdx.x == 0) {
     const double lse = sum == 0 ? -INFINITY : log(sum) + (max_score == -INFINITY ? 0 : max_score);
-    arrays.lse[row] = keys.missing_page ? NAN : lse;
-    arrays.score_magnitude[row] =
-        keys.missing_page ? 0 : magnitude + added_that_matters + (isfinite(sink) ? fabs(sink) : 0);
+    arrays.lse[row] = missing != 0 ? NAN : lse;
+    arrays.score_magnitude[row] = missing != 0 ? 0 : magnitude + added_that_matters + (isfinite(sink) ? fabs(sink) : 0);
     arrays.keys[row] = static_cast<std::int64_t>(count);
   }
 }

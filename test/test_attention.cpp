@@ -1,5 +1,6 @@
 // Attention agrees with double over every dtype, size and layout, and exactly where the answer is exact.
 #include "each_device.h"
+#include "refusal.h"
 
 #include <vector>
 
@@ -211,6 +212,14 @@ TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with
     data.set_scores(0, 0, scores, std::vector<double>(1 << 20, 0.6));
     expect_within_gate(data);
   }
+  // Of so many query heads every warp takes all keys itself, and tensor cores round towards zero.
+  for (const DataType dtype : dtypes) {
+    c = in_one_split(dtype, 65, 1 << 19, 2);
+    c.key.shared = c.value.shared = "s";
+    c.value_mean = 0.6;
+    c.value_magnitude = 0;
+    expect_within_gate(AttentionData(c));
+  }
 }
 
 TEST_ON_EACH_DEVICE("An infinite value stays one, however many keys come after it") {
@@ -241,6 +250,34 @@ TEST_ON_EACH_DEVICE("Strides of axes of size 1 do not matter") {
       expect_pass(AttentionData(c), device);
     }
   }
+}
+
+TEST_ON_EACH_DEVICE("Strides of axes of size 1 do not change a row's bits") {
+  for (const DataType dtype : dtypes) {
+    for (const char* rest : {"", "split_size=100 ", "keys=20000 "}) {
+      const std::string line = rest + std::string("head_dim=64 query_heads=4 ") + (rest[0] == 'k' ? "" : "keys=300");
+      AttentionCase c = parse_case(line);
+      c.dtype = dtype;
+      const Result expected = run(AttentionData(c), device);
+      c.garbage_strides = true;
+      INFO(to_line(c));
+      CHECK(same_rows(expected, 0, run(AttentionData(c), device), 0, 4));
+    }
+  }
+}
+
+TEST_ON_EACH_DEVICE("A split size whose workspace has no size in 64 bits is refused by name") {
+  AttentionProblem problem = contiguous_problem(DataType::float32, 1 << 20, 1 << 16, 1 << 16, 0x7fffffff, 64);
+  problem.query_stride_batch = problem.query_stride_head = 0;
+  problem.key_stride_page = problem.key_stride_head = problem.key_stride_slot = 0;
+  problem.value_stride_page = problem.value_stride_head = problem.value_stride_slot = 0;
+  problem.split_size = 1;
+  problem.query = problem.key = problem.value = reinterpret_cast<const void*>(0x10000);
+  problem.output = reinterpret_cast<void*>(0x200000000000); // nothing is read or written there
+  const std::string message = refusal([&] {
+    device == Device::cpu ? attention_on_host_workspace_bytes(problem) : attention_workspace_bytes(problem);
+  });
+  CHECK(message == "attention: split_size is 1: the workspace for so many splits does not fit into 64 bits");
 }
 
 TEST_ON_EACH_DEVICE("A key that takes all the weight gives its value bit for bit", "[large]") {

@@ -159,10 +159,13 @@ TEST_ON_EACH_DEVICE("A37: with a split_size a row's bits do not depend on batch,
 
 TEST_ON_EACH_DEVICE("Excluded keys, unused slots and unused pages may hold anything") {
   for (const char* fill : {"fill=nan ", "fill=infinity ", "fill=byte_7f "}) {
-    sweep_features(device, {std::string(fill) + "lengths=b length_kind=mixed",
-                            std::string(fill) + "lengths=b page_table=bp page_size=16 spare_pages=2",
-                            std::string(fill) + "window=17 lengths=b", std::string(fill) + "mask=bhk mask_keep=0.3",
-                            std::string(fill) + "mask=bhk/h mask_type=float16 mask_keep=0.3"});
+    sweep_features(device,
+                   {std::string(fill) + "lengths=b length_kind=mixed",
+                    std::string(fill) + "lengths=b page_table=bp page_size=16 spare_pages=2",
+                    std::string(fill) + "window=17 lengths=b", std::string(fill) + "mask=bhk mask_keep=0.3",
+                    std::string(fill) + "mask=bhk/h mask_type=float16 mask_keep=0.3",
+                    std::string(fill) + "lengths=b page_table=bp page_size=16 mask=bhk/h mask_keep=0.05 evicted=1",
+                    std::string(fill) + "lengths=b page_table=bp page_size=3 mask=bhk mask_keep=0.1 evicted=1"});
   }
 }
 
@@ -247,6 +250,36 @@ TEST_ON_EACH_DEVICE("A page outside the pool makes its row NaN and touches no ot
         CHECK(std::isnan(result.lse[7]));
         data.set_length(1, entry * 16); // now no key needs it
         expect_pass(data, device);
+      }
+    }
+  }
+}
+
+TEST_ON_EACH_DEVICE("A page outside the pool counts for the heads that a mask lets see one of its keys") {
+  for (const std::string& dtype : dtypes) {
+    for (const char* rest : {"mask=bhk", "mask=bhk mask_type=float32 split_size=32", "mask=bhk window=60"}) {
+      for (const char* heads :
+           {"query_heads=4 kv_heads=2 ", "query_heads=2 kv_heads=2 ", "query_heads=18 kv_heads=2 "}) {
+        AttentionData data(parse_case(dtype + heads +
+                                      "batch=2 keys=90 head_dim=64 lengths=b length_kind=full "
+                                      "page_table=bp page_size=16 mask_keep=1 " +
+                                      rest));
+        const std::int64_t group = data.attention_case().query_heads / 2;
+        for (std::int64_t n = 48; n < 64; ++n) { // for all heads but one, which sees the page's last key
+          for (std::int64_t h = 0; h < 2 * group; ++h) {
+            data.set_mask(1, h, n,
+                          n == 63 && h == 0                                      ? 1
+                          : data.attention_case().mask_type == MaskType::boolean ? 0
+                                                                                 : -INFINITY);
+          }
+        }
+        data.set_page(1, 3, -5);
+        expect_pass(data, device);
+        const Result result = run(data, device);
+        CHECK(std::isnan(output_at(result, 2 * group)));
+        CHECK(std::isnan(result.lse[static_cast<std::size_t>(2 * group)]));
+        CHECK(!std::isnan(output_at(result, 2 * group + 1)));
+        CHECK(!std::isnan(result.lse[static_cast<std::size_t>(4 * group - 1)]));
       }
     }
   }

@@ -174,7 +174,7 @@ TEST_ON_EACH_DEVICE("One key and value for all slots agrees with double") {
   }
 }
 
-TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with double") {
+TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with double", "[large]") {
   const auto expect_within_gate = [&](const AttentionData& data) {
     const Comparison comparison = check(data, device);
     INFO(to_line(data.attention_case()));

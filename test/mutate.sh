@@ -9,6 +9,7 @@
 # apply. PATTERN: only faults whose name matches. From the environment:
 #   CMAKE_OPTIONS   of the sound build, whose test objects all faults share
 #   JOBS            faults at once (2)
+#   RUNS            of them, how many may have their tests run at once, since those share one GPU (JOBS)
 #   LAUNCHER        what the tests run under, e.g. compute-sanitizer --tool racecheck --error-exitcode 1
 #   LIMIT           seconds the tests may take (600)
 set -euo pipefail
@@ -18,6 +19,7 @@ work=$(realpath -m "${2:-build-mutate}")
 pattern=${3:-}
 source=$(cd "$(dirname "$0")/.." && pwd)
 jobs=${JOBS:-2}
+runs=${RUNS:-$jobs}
 filter=$([[ $device == cpu ]] && echo '~[gpu]' || echo '[gpu]~[.]')
 objects=$work/build/kernel/CMakeFiles/single_query_kernel.dir
 
@@ -68,6 +70,19 @@ build_faulty() { # $1: the fault's folder, $2: the file in kernel/ with the faul
   (cd "$work/build/test" && eval "$link")
 }
 
+# Waits for one of the places for running tests; it is given back when the caller's shell ends.
+take_place() {
+  local place lock
+  while true; do
+    for ((place = 0; place < runs; ++place)); do
+      exec {lock}>"$work/places/$place"
+      ! flock -n "$lock" || return 0
+      exec {lock}>&-
+    done
+    sleep 0.2
+  done
+}
+
 # One fault: number, name, file, the text before and after. Leaves its row of the table in rows/.
 try() {
   local number=$1 name=$2 file=$3 before=$4 after=$5 text found status
@@ -85,6 +100,7 @@ try() {
     if ! build_faulty "$folder" "${file#kernel/}" >"$folder/log" 2>&1; then
       found="does not compile"
     else
+      take_place
       status=0
       # shellcheck disable=SC2086
       timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$folder/tests" "$filter" --abort >"$folder/output" 2>&1 || status=$?
@@ -115,8 +131,8 @@ flush() { # the fault that has been read
 }
 
 mkdir -p "$work"
-rm -rf "$work/rows" "$work/faults"
-mkdir "$work/rows"
+rm -rf "$work/rows" "$work/faults" "$work/places"
+mkdir "$work/rows" "$work/places"
 [[ $device == check ]] || build_sound >"$work/log"
 name='' file='' devices='' before='' after=''
 while IFS= read -r line; do

@@ -34,7 +34,8 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   const int merge_bytes =
       device.traits.has_clusters ? std::max(Shape::staging_bytes, mailbox_bytes) : Shape::staging_bytes;
   const int room = (device.shared_bytes - 1024) / (Shape::Ring::warp_bytes + merge_bytes);
-  const int most_warps = static_cast<int>(power_of_two_at_most(static_cast<std::uint32_t>(std::clamp(room, 1, 8))));
+  const int most_warps =
+      static_cast<int>(power_of_two_at_most(static_cast<std::uint32_t>(std::clamp(room, 1, Shape::most_warps))));
   // Warps that share their keys, so that the cache is read once. Keys that a mask excludes for some heads only are
   // taken out of a tile of values, which is then one warp's own.
   const int tiles = (args.group + Shape::tile_heads - 1) / Shape::tile_heads;
@@ -188,7 +189,7 @@ AttentionProblem without_unused_strides(const AttentionProblem& given) {
 
 // The widest copy, 16, 8 or 4 bytes or one element, that begins and ends with every row of a tensor.
 int copy_bytes(const AttentionProblem& problem, const void* data, std::initializer_list<std::int64_t> strides) {
-  const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2;
+  const std::int64_t element = bytes_of(problem.dtype);
   std::uint64_t bits =
       16 | reinterpret_cast<std::uint64_t>(data) | static_cast<std::uint64_t>(problem.head_dim * element);
   for (const std::int64_t stride : strides) {
@@ -200,7 +201,7 @@ int copy_bytes(const AttentionProblem& problem, const void* data, std::initializ
 // Of a cache: the row at the highest address.
 const void* last_row(const AttentionProblem& problem, const void* data, std::int64_t stride_page,
                      std::int64_t stride_head, std::int64_t stride_slot) {
-  const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2;
+  const std::int64_t element = bytes_of(problem.dtype);
   return static_cast<const char*>(data) +
          element * ((problem.pages - 1) * stride_page + (problem.kv_heads - 1) * stride_head +
                     (problem.page_size - 1) * stride_slot);
@@ -283,7 +284,7 @@ void launch_single_step(const SingleStepKernel& kernel, const KernelArguments& g
   const AttentionProblem& problem = general.problem;
   const KeyRange keys = general.uniform.keys;
   GeneralStepArguments args{};
-  const std::int64_t element = problem.dtype == DataType::float32 ? 4 : 2; // bytes
+  const std::int64_t element = bytes_of(problem.dtype);
   args.query = problem.query;
   args.key = static_cast<const char*>(problem.key) + keys.begin * problem.key_stride_slot * element;
   args.value = static_cast<const char*>(problem.value) + keys.begin * problem.value_stride_slot * element;

@@ -46,7 +46,7 @@ HostPlan make_plan(const AttentionProblem& problem) {
   plan.task_heads = std::min<std::int64_t>(plan.group, most_task_heads);
   plan.head_tasks = problem.kv_heads * divide_up(plan.group, plan.task_heads);
   plan.partial_floats = plan.task_heads * partial_floats(problem.head_dim);
-  plan.row_bytes = 2 * problem.head_dim * (problem.dtype == DataType::float32 ? 4 : 2);
+  plan.row_bytes = 2 * problem.head_dim * bytes_of(problem.dtype);
   // A given split size is rounded up to whole blocks.
   plan.least_split_keys = round_up(problem.split_size > 0 ? std::min(problem.split_size, std::int64_t{1} << 31)
                                                           : least_split_bytes / plan.row_bytes,

@@ -6,6 +6,11 @@
 
 namespace single_query {
 
+// Of one element; the type has been validated.
+SINGLE_QUERY_HOST_DEVICE std::int64_t bytes_of(DataType type) {
+  return type == DataType::float32 ? 4 : 2;
+}
+
 // Keys begin .. end - 1 of a row. Past 2^31 only as an intermediate value, hence unsigned.
 struct KeyRange {
   std::uint32_t begin;

@@ -5,11 +5,11 @@
 //  - by_row: few rows. Each row gets `clusters` thread-block clusters of `cluster_size` blocks; each cluster takes an
 //    equal range of the row's own keys. Blocks of a cluster merge through distributed shared memory, clusters of a row
 //    through global memory. grid = (cluster_size * clusters, rows of a batch entry, batch).
-//  - walk: many rows, numbers of them that leave multiprocessors without work, lengths that differ, or a given split
-//    size. The keys of all rows are cut into units, the list of all units into `blocks` equal shares, one a block
-//    (stream-K, after Osama et al., "Stream-K", 2023). A row that several blocks share is merged by the last of them.
-//    With a given split size a unit is a split, and every split is a piece of its own; else a unit is one step of a
-//    block and a piece is as long as row and share allow.
+//  - walk: many rows, numbers of them that leave multiprocessors without work, lengths that differ, more keys than a
+//    warp can add up by row, or a given split size. The keys of all rows are cut into units, the list of all units into
+//    `blocks` equal shares, one a block (stream-K, after Osama et al., "Stream-K", 2023). A row that several blocks
+//    share is merged by the last of them. With a given split size a unit is a split, and every split is a piece of its
+//    own; else a unit is one step of a block and a piece is as long as row and share allow.
 #pragma once
 
 #include "kv_layout.h"

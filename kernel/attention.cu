@@ -1,7 +1,7 @@
-// Validate, plan, dispatch, launch. The only list of data types and head dims is in select_kernel.
+// Validate, plan, dispatch, launch. The lists of data types and head dims are in select_kernel and in single_step.cu.
 #include "device.h"
 #include "simt_attention.cuh"
-#include "simt_single_step.cuh"
+#include "single_step.cuh"
 #include "tensor_core_attention.cuh"
 #include "validate.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 // One compiled kernel and what the host has to know of it.
 struct Kernel {
-  const void* functions[3]; // by Path
+  const void* functions[4]; // by Path
   BodyTraits body;
   int tile_heads;
   int head_shift; // of the partial states
@@ -24,7 +24,7 @@ struct Kernel {
 
 // Devices that know how much shared memory a kernel may use.
 template <class Shape>
-std::atomic<std::uint64_t> prepared_devices[3];
+std::atomic<std::uint64_t> prepared_devices[4];
 
 template <class Shape>
 Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
@@ -39,14 +39,24 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   // Warps that share their keys, so that the cache is read once. Keys that a mask excludes for some heads only are
   // taken out of a tile of values, which is then one warp's own.
   const int tiles = (args.group + Shape::tile_heads - 1) / Shape::tile_heads;
-  const int team = !Shape::teams || args.problem.attn_mask != nullptr || tiles == 1
-                       ? 1
-                       : std::min(most_warps, 2 << log2_floor(static_cast<std::uint32_t>(tiles - 1)));
+  int team = !Shape::teams || args.problem.attn_mask != nullptr || tiles == 1
+                 ? 1
+                 : std::min(most_warps, 2 << log2_floor(static_cast<std::uint32_t>(tiles - 1)));
+  // Of few rows every multiprocessor gets a small share, and merging all of them takes longer than reading the keys
+  // from the L2 cache again. With a split size always the same, or a row's bits would depend on its batch.
+  const std::int64_t kv_rows = args.problem.batch * args.problem.kv_heads;
+  while (args.problem.split_size == 0 && team > 2 &&
+         16 * kv_rows * ((tiles + team - 1) / team) <= device.traits.multiprocessors) {
+    team /= 2;
+  }
   const int small_warps = team > 1 ? most_warps : std::min(most_warps, 4);
   // The large shapes have more to do than to fetch instructions, and take long to compile.
-  constexpr Path row = wide || Shape::head_blocks > 1 ? Path::general : Path::row;
-  return {{reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
+  constexpr Path row = Shape::teams ? Path::general : Path::row;
+  constexpr Path walk = Shape::teams ? Path::general : Path::walk;
+  using PlainShape = TensorCoreShape<Shape::padded_dim, Shape::head_blocks, Shape::teams ? 2 : 1>;
+  return {{reinterpret_cast<const void*>(&tensor_core_attention<PlainShape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, walk>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, team, small_warps, wide || team > 1 || room < 2 * small_warps ? 1 : 2, small_warps, most_warps,
            16, output_chain_steps, true},
@@ -59,7 +69,7 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
 template <class Shape>
 Kernel simt_kernel() {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
-  return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general},
+  return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general, general},
           {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false},
           Shape::tile_heads,
           Shape::head_shift,
@@ -97,79 +107,6 @@ Kernel select_kernel(const KernelArguments& args, const Device& device) {
                       : tensor_core_kernel<TensorCoreShape<128, 2>>(args, device);
   }
   return tensor_core_kernel<TensorCoreShape<256, 1>>(args, device);
-}
-
-struct SingleStepKernel {
-  const void* function; // null: not for this problem
-  int warps;
-  int cluster_size;
-  bool general;
-};
-
-template <class Shape>
-SingleStepKernel single_step_kernel() {
-  return {reinterpret_cast<const void*>(&simt_single_step<Shape>), Shape::warps, Shape::cluster_size, Shape::general};
-}
-
-// general: with what only the general variant knows.
-template <typename Scalar, int vectors>
-SingleStepKernel select_single_step(bool general, std::uint32_t keys, std::int64_t rows, const DeviceTraits& device) {
-  using SmallBlock = SingleStepShape<Scalar, vectors, 8, 2, 1>;
-  using Block = SingleStepShape<Scalar, vectors, 8, 4, 1>;
-  using GeneralBlock = SingleStepShape<Scalar, vectors, 8, 4, 1, true>;
-  using SmallCluster = SingleStepShape<Scalar, vectors, 4, 2, 8>;
-  using LargeCluster = SingleStepShape<Scalar, vectors, 8, 4, 8>;
-  const bool clusters = device.has_clusters && rows * SmallCluster::cluster_size <= device.multiprocessors;
-  // One block where that is fast or the only way. The same for all numbers of keys that the general variant takes.
-  if (keys <= Block::most_keys && (vectors == 1 || !clusters)) {
-    return general                         ? single_step_kernel<GeneralBlock>()
-           : keys <= SmallBlock::most_keys ? single_step_kernel<SmallBlock>()
-                                           : single_step_kernel<Block>();
-  }
-  if (!clusters || keys > LargeCluster::most_keys) {
-    return {};
-  }
-  if (!general) {
-    return keys <= SmallCluster::most_keys ? single_step_kernel<SmallCluster>() : single_step_kernel<LargeCluster>();
-  }
-  if constexpr (vectors > 1) {
-    using GeneralCluster = SingleStepShape<Scalar, vectors, 4, 2, 8, true>;
-    if (keys <= GeneralCluster::most_keys) {
-      return single_step_kernel<GeneralCluster>();
-    }
-  }
-  return {};
-}
-
-template <typename Scalar>
-SingleStepKernel select_single_step(std::int64_t head_dim, bool general, std::uint32_t keys, std::int64_t rows,
-                                    const DeviceTraits& device) {
-  return head_dim <= 32   ? select_single_step<Scalar, 1>(general, keys, rows, device)
-         : head_dim <= 64 ? select_single_step<Scalar, 2>(general, keys, rows, device)
-                          : select_single_step<Scalar, 4>(general, keys, rows, device);
-}
-
-// Instead of select_kernel's, for few keys of one query head per key/value head.
-SingleStepKernel select_single_step(const KernelArguments& args, const DeviceTraits& device) {
-  const AttentionProblem& problem = args.problem;
-  if (args.group != 1 || problem.head_dim > 128 || problem.split_size > 0 ||
-      std::max(problem.batch, problem.kv_heads) > 65535) { // of a grid
-    return {};
-  }
-  const std::int64_t rows = problem.batch * problem.kv_heads;
-  const std::uint32_t keys = args.uniform.keys.end - args.uniform.keys.begin; // at most
-  const std::int64_t stride = std::max(problem.key_stride_slot, problem.value_stride_slot);
-  constexpr std::int64_t most_stride = 1 << 18; // so that the offsets of rows, in bytes, fit into 32 bits
-  const bool general = args.modified || problem.lengths != nullptr || keys == 0 || stride > most_stride ||
-                       std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) < 16;
-  switch (problem.dtype) {
-  case DataType::float16:
-    return select_single_step<__half>(problem.head_dim, general, keys, rows, device);
-  case DataType::bfloat16:
-    return select_single_step<__nv_bfloat16>(problem.head_dim, general, keys, rows, device);
-  default:
-    return select_single_step<float>(problem.head_dim, general, keys, rows, device);
-  }
 }
 
 // The problem with strides of 0 on axes of fewer than two elements: whatever the caller's are, they lead nowhere.
@@ -269,56 +206,15 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   args.key_step = step * problem.key_stride_slot;
   args.value_step = step * problem.value_stride_slot;
   const SplitPlan& split = args.plan;
-  const bool little = !split.walk && !args.modified && args.query_copy_bytes == 16 && args.key_copy_bytes == 16 &&
-                      args.value_copy_bytes == 16;
-  plan.path = !little ? Path::general : problem.lengths == nullptr ? Path::plain : Path::row;
+  const bool little =
+      !args.modified && std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16;
+  plan.path = !little ? Path::general : split.walk ? Path::walk : problem.lengths == nullptr ? Path::plain : Path::row;
   plan.single_step = select_single_step(args, device.traits);
   if (plan.single_step.function != nullptr) {
     return plan;
   }
   plan.partial_elements = partial_elements(args, rows);
   return plan;
-}
-
-void launch_single_step(const SingleStepKernel& kernel, const KernelArguments& general, cudaStream_t stream) {
-  const AttentionProblem& problem = general.problem;
-  const KeyRange keys = general.uniform.keys;
-  GeneralStepArguments args{};
-  const std::int64_t element = bytes_of(problem.dtype);
-  args.query = problem.query;
-  args.key = static_cast<const char*>(problem.key) + keys.begin * problem.key_stride_slot * element;
-  args.value = static_cast<const char*>(problem.value) + keys.begin * problem.value_stride_slot * element;
-  args.key_row_bytes = static_cast<std::uint32_t>(problem.key_stride_slot * element);
-  args.value_row_bytes = static_cast<std::uint32_t>(problem.value_stride_slot * element);
-  args.keys = keys.end - keys.begin;
-  args.head_dim = static_cast<std::uint32_t>(problem.head_dim);
-  args.scale = problem.scale;
-  args.output = problem.output;
-  args.query_stride_batch = problem.query_stride_batch;
-  args.query_stride_head = problem.query_stride_head;
-  args.key_stride_batch = problem.key_stride_page;
-  args.key_stride_head = problem.key_stride_head;
-  args.value_stride_batch = problem.value_stride_page;
-  args.value_stride_head = problem.value_stride_head;
-  args.output_stride_batch = problem.output_stride_batch;
-  args.output_stride_head = problem.output_stride_head;
-  args.lse = problem.lse;
-  args.lse_stride_batch = problem.lse_stride_batch;
-  args.lse_stride_head = problem.lse_stride_head;
-  args.sinks = problem.sinks;
-  args.sinks_stride = problem.sinks_stride;
-  if (kernel.general) {
-    const int vector_bytes = static_cast<int>(4 * element);
-    args.problem = problem;
-    args.query_vectors = general.query_copy_bytes >= vector_bytes;
-    args.key_vectors = general.key_copy_bytes >= vector_bytes;
-    args.value_vectors = general.value_copy_bytes >= vector_bytes;
-  }
-  launch({kernel.function,
-          dim3(static_cast<unsigned>(kernel.cluster_size), static_cast<unsigned>(problem.kv_heads),
-               static_cast<unsigned>(problem.batch)),
-          static_cast<unsigned>(kernel.warps * 32), 0, kernel.cluster_size, stream},
-         &args); // the others begin with the same members
 }
 
 std::size_t workspace_bytes(const Plan& plan) {

@@ -48,17 +48,17 @@ SINGLE_QUERY_HOST_DEVICE float add_chain(float sum, float& chain) {
   return total;
 }
 
-// Values are accumulated times a power of two, which is exact and taken out again at the end. Weights lie in (0, 1], so
-// for float32 and bfloat16 it keeps the sum of up to 2^24 values near the end of the float32 range from overflowing;
-// float16 ends at 2^16 and needs none of that, there it keeps small weights, which the tensor cores take in float16,
-// out of its subnormals.
+// Values are accumulated times a power of two, which is exact and taken out again at the end. Weights lie in (0, 1], on
+// the tensor cores in (0, 4]. So for float32 and bfloat16 it keeps the sum of up to 2^22 values near the end of the
+// float32 range from overflowing; float16 ends at 2^16 and needs none of that, there it keeps small weights, which the
+// tensor cores take in float16, out of its subnormals.
 constexpr float wide_value_scale = 0x1p-24f;
-constexpr float float16_value_scale = 0x1p14f;
+constexpr float float16_value_scale = 0x1p13f;
 
 // `values[i]` are Size of the head_dim weighted values: value_scale * sum_n exp(score[n] - max_score) * value[n, i].
 template <int Size>
 struct SoftmaxState {
-  float max_score = negative_infinity; // the largest score that is not NaN
+  float max_score = negative_infinity; // the largest score that is not NaN, or one near it
   float sum_exp = 0;                   // sum_n exp(score[n] - max_score); 0: no key, or none with a score above -inf
   float values[Size] = {};
 

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   const int warps = args.plan.warps;
   const int cluster_size = args.plan.cluster_size;
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
-  const bool walk = path == Path::general && args.plan.walk;
+  const bool walk = path == Path::walk || (path == Path::general && args.plan.walk);
   const bool modified = path == Path::general && args.modified;
   Pieces<path> pieces(args);
   if (pieces.done()) {
@@ -110,40 +110,46 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         meet();
       }
 #pragma unroll 1
-      for (int tile = 0; tile < team; ++tile) {
-        const std::uint32_t tile_key = key + team_key + tile * step_keys;
-        if (Shape::teams && tile_key >= piece.keys.end) {
+      for (int first_tile = 0; first_tile < team; first_tile += Shape::tiles_at_once) {
+        const std::uint32_t first_tile_key = key + team_key + first_tile * step_keys;
+        if (Shape::teams && first_tile_key >= piece.keys.end) {
           break;
         }
-        unsigned char* const key_tile = ring + (tile - own_tile) * Ring::warp_bytes + Ring::key_tile(stage);
-        unsigned char* const value_tile = key_tile + (Ring::value_tile(0) - Ring::key_tile(0));
+        const bool second = Shape::tiles_at_once > 1 && team > 1 && piece.keys.end - first_tile_key > step_keys;
+        const int tiles = second ? 2 : 1; // that have keys
+        unsigned char* const first_key_tile = ring + (first_tile - own_tile) * Ring::warp_bytes + Ring::key_tile(stage);
+        unsigned char* const first_value_tile = first_key_tile + (Ring::value_tile(0) - Ring::key_tile(0));
         if (!Shape::teams) {
           __pipeline_wait_prior(Ring::in_flight);
           __syncwarp();
           reader.align_keys(stage);
         }
-        float scores[Shape::head_blocks][4];
-        if (half) {
-          multiply_keys<Shape, true>(key_tile, key_rows, queries, scores);
-        } else {
-          multiply_keys<Shape, false>(key_tile, key_rows, queries, scores);
-        }
-        const unsigned missing = path == Path::plain ? 0u
-                                 : Shape::teams      ? missing_keys[warp - own_tile + tile]
-                                                     : reader.missing(stage);
-        if (!Shape::teams) {
-          __syncwarp(); // all lanes have read the tile
-          reader.copy_keys(stage);
-        }
-        unsigned excluded = 0;
-        if (modified) {
-          excluded = modifiers.apply(problem, piece, tile_key, scores);
-          modifiers.load_mask(problem, piece, key + stride); // with a mask there are no teams
-        } else {
-          scale_scores<Shape>(problem.scale, scores);
-        }
-        if (missing != 0 || tile_key < piece.keys.begin || piece.keys.end - tile_key < step_keys) {
-          replace_scores<Shape>(piece.keys, tile_key, missing, excluded, scores);
+        Scores<Shape> scores;
+        unsigned excluded = 0; // of the first tile: with a mask there are no teams
+#pragma unroll
+        for (int i = 0; i < Shape::tiles_at_once; ++i) {
+          if (i == tiles) {
+            clear_scores<Shape>(scores[i]);
+            continue;
+          }
+          multiply_keys<Shape>(half, first_key_tile + i * Ring::warp_bytes, key_rows, queries, scores[i]);
+          const unsigned missing = path == Path::plain ? 0u
+                                   : Shape::teams      ? missing_keys[warp - own_tile + first_tile + i]
+                                                       : reader.missing(stage);
+          if (!Shape::teams) {
+            __syncwarp(); // all lanes have read the tile
+            reader.copy_keys(stage);
+          }
+          const std::uint32_t tile_key = first_tile_key + i * step_keys;
+          if (modified) {
+            excluded = modifiers.apply(problem, piece, tile_key, scores[i]);
+            modifiers.load_mask(problem, piece, key + stride);
+          } else {
+            scale_scores<Shape>(problem.scale, scores[i]);
+          }
+          if (missing != 0 || tile_key < piece.keys.begin || piece.keys.end - tile_key < step_keys) {
+            replace_scores<Shape>(piece.keys, tile_key, missing, excluded, scores[i]);
+          }
         }
         softmax_step<Shape>(scores, state);
         if (!Shape::teams) {
@@ -153,25 +159,19 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         }
         if (modified) {
           if (__any_sync(0xffffffffu, excluded != 0)) {
-            if (half ? any_not_finite<Shape, true>(value_tile, value_rows)
-                     : any_not_finite<Shape, false>(value_tile, value_rows)) {
-              shield_excluded_values<Shape>(half, value_tile, excluded, scores, state);
+            if (half ? any_not_finite<Shape, true>(first_value_tile, value_rows)
+                     : any_not_finite<Shape, false>(first_value_tile, value_rows)) {
+              shield_excluded_values<Shape>(half, first_value_tile, excluded, scores[0], state);
             }
           }
         }
-        std::uint32_t weights[Shape::head_blocks][2];
 #pragma unroll
-        for (int block = 0; block < Shape::head_blocks; ++block) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            weights[block][i] = transpose_matrix(pack_pair(half, scores[block][2 * i] * value_scale(half),
-                                                           scores[block][2 * i + 1] * value_scale(half)));
+        for (int i = 0; i < Shape::tiles_at_once; ++i) {
+          if (i < tiles) { // or there may be anything for values
+            std::uint32_t weights[Shape::head_blocks][2];
+            pack_weights<Shape>(half, scores[i], weights);
+            multiply_values<Shape>(half, first_value_tile + i * Ring::warp_bytes, value_rows, weights, state);
           }
-        }
-        if (half) {
-          multiply_values<Shape, true>(value_tile, value_rows, weights, state);
-        } else {
-          multiply_values<Shape, false>(value_tile, value_rows, weights, state);
         }
       }
       if (Shape::teams) {
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __pipeline_wait_prior(0);
       __syncwarp();
     }
-    stage_state<Shape>(states, path == Path::general && staged, state);
+    stage_state<Shape>(states, may_walk<path> && staged, state);
     finish_piece<false>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, area});
   }
 }

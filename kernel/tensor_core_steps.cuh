@@ -10,7 +10,7 @@
 
 namespace single_query {
 
-template <int padded_dim_, int head_blocks_>
+template <int padded_dim_, int head_blocks_, int tiles_at_once_ = 1>
 struct TensorCoreShape {
   static constexpr int padded_dim = padded_dim_;   // head_dim rounded up: 64, 128 or 256
   static constexpr int head_blocks = head_blocks_; // blocks of 8 query heads in a tile: 1 or 2
@@ -18,6 +18,8 @@ struct TensorCoreShape {
   static constexpr int dim_steps = padded_dim / 16;
   // Groups may need many tiles: warps can form teams that share their keys, each warp with a tile of its own.
   static constexpr bool teams = head_blocks > 1 || padded_dim == 256;
+  static constexpr int tiles_at_once = tiles_at_once_; // of the team's: 2 share a softmax step, which takes registers
+  static_assert(tiles_at_once == 1 || teams);
   static constexpr int most_warps = 8;
   using Ring = CacheRing<padded_dim>;
   static constexpr int head_shift = padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
@@ -33,10 +35,14 @@ struct TensorCoreShape {
   }
 };
 
+// The scores of the tiles that a warp takes at once, as fragments.
+template <class Shape>
+using Scores = float[Shape::tiles_at_once][Shape::head_blocks][4];
+
 // The state of one warp: the softmax of the keys it has seen, for the heads of its tile.
 template <class Shape>
 struct TensorCoreState {
-  float max_score[Shape::head_blocks][2];
+  float max_score[Shape::head_blocks][2]; // of a score that came by; others are larger by max_slack at most
   float reference[Shape::head_blocks][2]; // of the exponentials: max_score, or 0 where that is -inf
   float sum_exp[Shape::head_blocks][2];   // of this lane's keys only, and without those of the chain in hand
   float sum_chain[Shape::head_blocks][2]; // see add_chain()
@@ -127,9 +133,10 @@ struct MatrixRows {
 };
 
 template <class Shape, bool half>
-__device__ __forceinline__ void multiply_keys(const unsigned char* key_tile, const MatrixRows& rows,
-                                              const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
-                                              float (&scores)[Shape::head_blocks][4]) {
+__device__ __forceinline__ void
+multiply_keys_of(const unsigned char* key_tile, const MatrixRows& rows,
+                 const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
+                 float (&scores)[Shape::head_blocks][4]) {
   float chains[2][Shape::head_blocks][4] = {}; // two independent chains of additions
 #pragma unroll
   for (int k = 0; k < Shape::dim_steps; ++k) {
@@ -149,10 +156,21 @@ __device__ __forceinline__ void multiply_keys(const unsigned char* key_tile, con
   }
 }
 
+template <class Shape>
+__device__ __forceinline__ void multiply_keys(bool half, const unsigned char* key_tile, const MatrixRows& rows,
+                                              const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
+                                              float (&scores)[Shape::head_blocks][4]) {
+  if (half) {
+    multiply_keys_of<Shape, true>(key_tile, rows, queries, scores);
+  } else {
+    multiply_keys_of<Shape, false>(key_tile, rows, queries, scores);
+  }
+}
+
 template <class Shape, bool half>
-__device__ __forceinline__ void multiply_values(const unsigned char* value_tile, const MatrixRows& rows,
-                                                const std::uint32_t (&weights)[Shape::head_blocks][2],
-                                                TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void multiply_values_of(const unsigned char* value_tile, const MatrixRows& rows,
+                                                   const std::uint32_t (&weights)[Shape::head_blocks][2],
+                                                   TensorCoreState<Shape>& state) {
 #pragma unroll
   for (int m = 0; m < Shape::dim_steps; ++m) {
     std::uint32_t values[4];
@@ -165,12 +183,35 @@ __device__ __forceinline__ void multiply_values(const unsigned char* value_tile,
 }
 
 template <class Shape>
+__device__ __forceinline__ void multiply_values(bool half, const unsigned char* value_tile, const MatrixRows& rows,
+                                                const std::uint32_t (&weights)[Shape::head_blocks][2],
+                                                TensorCoreState<Shape>& state) {
+  if (half) {
+    multiply_values_of<Shape, true>(value_tile, rows, weights, state);
+  } else {
+    multiply_values_of<Shape, false>(value_tile, rows, weights, state);
+  }
+}
+
+template <class Shape>
 __device__ __forceinline__ void scale_scores(float scale, float (&scores)[Shape::head_blocks][4]) {
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scores[block][i] *= scale;
+    }
+  }
+}
+
+// Of a tile that has no keys.
+template <class Shape>
+__device__ __forceinline__ void clear_scores(float (&scores)[Shape::head_blocks][4]) {
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[block][i] = negative_infinity;
     }
   }
 }
@@ -194,13 +235,16 @@ __device__ __forceinline__ void replace_scores(KeyRange keys, std::uint32_t firs
 
 // Bring the state to maxima that include the step's.
 template <class Shape>
-__device__ __forceinline__ void raise_maxima(const float (&scores)[Shape::head_blocks][4],
-                                             TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void raise_maxima(const Scores<Shape>& scores, TensorCoreState<Shape>& state) {
 #pragma unroll
   for (int block = 0; block < Shape::head_blocks; ++block) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float largest = fmaxf(scores[block][h], scores[block][2 + h]);
+      float largest = negative_infinity;
+#pragma unroll
+      for (int tile = 0; tile < Shape::tiles_at_once; ++tile) {
+        largest = fmaxf(largest, fmaxf(scores[tile][block][h], scores[tile][block][2 + h]));
+      }
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
@@ -221,31 +265,55 @@ __device__ __forceinline__ void raise_maxima(const float (&scores)[Shape::head_b
 }
 
 constexpr int state_chain_steps = chain_length / 2; // of two keys a lane
+constexpr float max_slack = 1.38f;                  // weights of up to 4
 
-// Turn a step's scores into weights. Once the largest scores have come by, maxima change no more.
+// Turn the tiles' scores into weights. The maxima are raised only for scores that would get weights above 4: in a row
+// of scores of any order that is seldom, where larger scores alone come by all the time.
 template <class Shape>
-__device__ __forceinline__ void softmax_step(float (&scores)[Shape::head_blocks][4], TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void softmax_step(Scores<Shape>& scores, TensorCoreState<Shape>& state) {
   bool larger = false;
 #pragma unroll
-  for (int block = 0; block < Shape::head_blocks; ++block) {
+  for (int tile = 0; tile < Shape::tiles_at_once; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      larger = larger || scores[block][i] > state.max_score[block][i % 2];
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        larger = larger || scores[tile][block][i] > state.max_score[block][i % 2] + max_slack;
+      }
     }
   }
   if (__any_sync(0xffffffffu, larger)) {
     raise_maxima<Shape>(scores, state);
   }
 #pragma unroll
-  for (int block = 0; block < Shape::head_blocks; ++block) {
+  for (int tile = 0; tile < Shape::tiles_at_once; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[block][i] = fast_exp(scores[block][i] - state.reference[block][i % 2]); // to be rounded to 16 bits
-      state.sum_chain[block][i % 2] += scores[block][i];
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[tile][block][i];
+        score = fast_exp(score - state.reference[block][i % 2]); // to be rounded to 16 bits
+        state.sum_chain[block][i % 2] += score;
+      }
     }
   }
-  if (++state.chain_steps == state_chain_steps) {
+  state.chain_steps += Shape::tiles_at_once;
+  if (state.chain_steps == state_chain_steps) {
     state.end_chain();
+  }
+}
+
+// A tile's weights as B fragments.
+template <class Shape>
+__device__ __forceinline__ void pack_weights(bool half, const float (&scores)[Shape::head_blocks][4],
+                                             std::uint32_t (&weights)[Shape::head_blocks][2]) {
+#pragma unroll
+  for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      weights[block][i] = transpose_matrix(
+          pack_pair(half, scores[block][2 * i] * value_scale(half), scores[block][2 * i + 1] * value_scale(half)));
+    }
   }
 }
 

@@ -12,8 +12,12 @@ namespace single_query {
 enum class Path {
   plain,  // by row, a contiguous cache, 16-byte copies, no lengths, no modifiers
   row,    // the same with lengths or a page table
+  walk,   // the same in a walk
   general // everything
 };
+
+template <Path path>
+constexpr bool may_walk = path == Path::walk || path == Path::general;
 
 // Counters at the start of every workspace, zero between calls; partial states follow them.
 constexpr std::uint32_t workspace_counters = 4096;
@@ -263,11 +267,11 @@ __device__ __forceinline__ Cut cut_by_row(const KernelArguments& args, const Row
 template <Path path>
 class Pieces {
   static constexpr bool plain = path == Path::plain;
-  static constexpr bool may_walk = path == Path::general;
+  static constexpr bool may_walk = single_query::may_walk<path>;
 
 public:
   __device__ __forceinline__ explicit Pieces(const KernelArguments& args) : args_(args) {
-    if (may_walk && args.plan.walk) {
+    if (path == Path::walk || (may_walk && args.plan.walk)) {
       share_ = find_share(args);
       left_ = share_.units;
       batch_ = share_.batch;
@@ -327,7 +331,7 @@ public:
 
   // The cut of the piece that next() has just given; only for pieces that are not whole.
   __device__ __forceinline__ Cut cut(const Piece& piece) const {
-    if (!may_walk || !args_.plan.walk) {
+    if (path != Path::walk && (!may_walk || !args_.plan.walk)) {
       return cut_by_row(args_, by_row_);
     }
     const SplitPlan& plan = args_.plan;

@@ -39,15 +39,22 @@ inline void expect_pass(const AttentionData& data, Device device) {
   CHECK(comparison.passed());
 }
 
-// Configurations that have to pass, and all but one in a thousand of them (or one) within the gate T2. With
-// SINGLE_QUERY_SWEEP_STRIDE=n in the environment, for tools that slow everything down, every n-th is run.
+// SINGLE_QUERY_SWEEP_STRIDE=n in the environment, for tools that slow everything down: one n-th is enough.
+inline int sweep_stride() {
+  const char* const stride = std::getenv("SINGLE_QUERY_SWEEP_STRIDE");
+  return stride == nullptr ? 1 : std::max(std::atoi(stride), 1);
+}
+
+// Times that a test repeats its calls: an even number.
+inline int repetitions(int usual) {
+  return std::max(usual / sweep_stride() / 2 * 2, 2);
+}
+
+// Configurations that have to pass, and all but one in a thousand of them (or one) within the gate T2. Every
+// sweep_stride()-th is run.
 class Sweep {
 public:
-  explicit Sweep(Device device) : device_(device) {
-    if (const char* stride = std::getenv("SINGLE_QUERY_SWEEP_STRIDE")) {
-      stride_ = std::max(std::atoi(stride), 1);
-    }
-  }
+  explicit Sweep(Device device) : device_(device), stride_(sweep_stride()) {}
 
   void add(const AttentionCase& attention_case) {
     if (configurations_++ % stride_ != 0) {
@@ -67,7 +74,7 @@ public:
 
 private:
   Device device_;
-  int stride_ = 1;
+  int stride_;
   int configurations_ = 0; // that were added
   int over_gate_ = 0;
 };

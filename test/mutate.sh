@@ -12,6 +12,9 @@
 #   RUNS            of them, how many may have their tests run at once, since those share one GPU (JOBS)
 #   LAUNCHER        what the tests run under, e.g. compute-sanitizer --tool racecheck --error-exitcode 1
 #   LIMIT           seconds the tests may take (600)
+#
+# The short tests go first, all tests only over what they let pass. Of a kernel, what counts is what it computes:
+# CMAKE_OPTIONS=-DCMAKE_CUDA_FLAGS=-Ofc=max compiles it four times as fast.
 set -euo pipefail
 
 device=${1:?cpu, cuda or check}
@@ -83,6 +86,11 @@ take_place() {
   done
 }
 
+run_tests() { # $1: the fault's folder, $2: every so manieth configuration of the sweeps, $3: which tests
+  # shellcheck disable=SC2086
+  SINGLE_QUERY_SWEEP_STRIDE=$2 timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$1/tests" "$3" --abort >"$1/output" 2>&1
+}
+
 # One fault: number, name, file, the text before and after. Leaves its row of the table in rows/.
 try() {
   local number=$1 name=$2 file=$3 before=$4 after=$5 text found status
@@ -102,8 +110,10 @@ try() {
     else
       take_place
       status=0
-      # shellcheck disable=SC2086
-      timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$folder/tests" "$filter" --abort >"$folder/output" 2>&1 || status=$?
+      run_tests "$folder" 11 "$filter~[large]" || status=$?
+      if ((status == 0)); then
+        run_tests "$folder" 1 "$filter" || status=$?
+      fi
       # Between the first two rules stands the name of the test that failed, on one or more lines.
       found=$(awk '/^--------------------/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
         "$folder/output")

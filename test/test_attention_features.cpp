@@ -133,11 +133,13 @@ TEST_ON_EACH_DEVICE("A37: with a split_size a row's bits do not depend on batch,
                     "[large]") {
   for (const std::string& dtype : dtypes) {
     for (const char* split : {"split_size=1000 ", "split_size=64 ", "split_size=100 "}) {
-      for (const char* feature : {"", "window=300 ", "softcap=20 alibi=bh sinks=h ", "mask=bhk mask_type=float32 "}) {
-        const std::string row = dtype + split + feature + "query_heads=8 kv_heads=2 head_dim=64 scale=0.125 ";
+      for (const char* feature : {"", "window=300 ", "softcap=20 alibi=bh sinks=h ", "mask=bhk mask_type=float32 ",
+                                  "query_heads=68 kv_heads=1 "}) { // many heads: their tiles make teams
+        const std::string row = dtype + split + "query_heads=8 kv_heads=2 " + feature + "head_dim=64 scale=0.125 ";
         const AttentionData source(parse_case(row + "batch=4 keys=700 lengths=b key_magnitude=4"));
         INFO(to_line(source.attention_case()));
         const Result expected = run(source, device);
+        const std::int64_t heads = source.attention_case().query_heads;
         for (const std::int64_t b : {0, 3}) {
           for (const char* where :
                {"batch=1 keys=700 lengths=b", "batch=1 keys=3000 lengths=b", "batch=3 keys=701 lengths=b key=bsh",
@@ -149,7 +151,7 @@ TEST_ON_EACH_DEVICE("A37: with a split_size a row's bits do not depend on batch,
             target.set_length(to, source.length(b));
             source.copy_row(b, target, to, 0);
             INFO("row " << b << " at " << to << " of " << where);
-            CHECK(same_rows(expected, b * 8, run(target, device), to * 8, 8));
+            CHECK(same_rows(expected, b * heads, run(target, device), to * heads, heads));
           }
         }
       }

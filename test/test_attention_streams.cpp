@@ -218,8 +218,9 @@ TEST_CASE("A15: the launch goes to the stream it is given", "[gpu]") {
   std::byte* pinned = nullptr;
   require_cuda(cudaMallocHost(reinterpret_cast<void**>(&pinned), 2 * bytes));
   std::copy_n(query.data(), bytes, pinned);
+  const int times = repetitions(100);
   int right = 0;
-  for (int i = 0; i < 100; ++i) {
+  for (int i = 0; i < times; ++i) {
     require_cuda(cudaMemset(first, 0, bytes)); // the query of old
     placement.poison_results(Fill::nan);
     require_cuda(cudaDeviceSynchronize());
@@ -232,7 +233,7 @@ TEST_CASE("A15: the launch goes to the stream it is given", "[gpu]") {
     right += std::equal(expected.output.begin(), expected.output.end(), pinned + bytes);
   }
   cudaFreeHost(pinned);
-  CHECK(right == 100);
+  CHECK(right == times);
 }
 
 TEST_CASE("A36: two streams with a workspace each do not disturb each other", "[gpu]") {
@@ -244,9 +245,10 @@ TEST_CASE("A36: two streams with a workspace each do not disturb each other", "[
   const std::vector<Result> expected = {run(*data[0], Device::cuda), run(*data[1], Device::cuda)};
   Lane first(data);
   Lane second(data);
+  const int times = repetitions(100);
   int right = 0;
-  for (std::size_t i = 0; i < 100; ++i) {
-    const std::size_t shape = i % 2;
+  for (int i = 0; i < times; ++i) {
+    const std::size_t shape = static_cast<std::size_t>(i % 2);
     first.placements[shape]->poison_results(Fill::nan);
     second.placements[1 - shape]->poison_results(Fill::nan);
     require_cuda(cudaDeviceSynchronize());
@@ -257,7 +259,7 @@ TEST_CASE("A36: two streams with a workspace each do not disturb each other", "[
     right += same_result(first.placements[shape]->results(), expected[shape]) &&
              same_result(second.placements[1 - shape]->results(), expected[1 - shape]);
   }
-  CHECK(right == 100);
+  CHECK(right == times);
 }
 
 // Started by the test below.

@@ -92,9 +92,9 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   if ((blocks > 1 && !device.has_clusters) || too_long) {
     return plan_walk(problem, rows, keys, body, device);
   }
-  // Clusters of 8 do not fit onto all multiprocessors at once.
-  const bool many = blocks * row_count > half && blocks > most_cluster;
-  plan.cluster_size = static_cast<int>(many ? 2 : std::min(blocks, most_cluster));
+  // Clusters of 4 or 8 do not fit onto all multiprocessors at once.
+  const bool many = blocks * row_count > half && (blocks > most_cluster || body.team > 1);
+  plan.cluster_size = static_cast<int>(std::min(blocks, many ? 2u : most_cluster));
   plan.clusters = static_cast<int>(blocks) / plan.cluster_size;
   plan.least_block_keys = static_cast<std::uint32_t>(plan.warps) * body.least_warp_keys;
   return plan;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests' own test: applies each fault of mutations.txt by itself to a copy of the sources, builds, runs the tests,
 # and prints a table of which test found which fault. Exit status: 0 all were found, 1 one survived, 2 one does not apply
-# or does not compile.
+# or does not compile, 3 the tests fail without a fault.
 #
 #   test/mutate.sh cpu|cuda|check [WORK_FOLDER] [PATTERN]
 #
@@ -13,8 +13,8 @@
 #   LAUNCHER        what the tests run under, e.g. compute-sanitizer --tool racecheck --error-exitcode 1
 #   LIMIT           seconds the tests may take (600)
 #
-# The short tests go first, all tests only over what they let pass. Of a kernel, what counts is what it computes:
-# CMAKE_OPTIONS=-DCMAKE_CUDA_FLAGS=-Ofc=max compiles it four times as fast.
+# The short tests go first, all tests only over what they let pass. They have to pass without a fault, or whatever makes
+# them fail would count as having found every fault.
 set -euo pipefail
 
 device=${1:?cpu, cuda or check}
@@ -86,9 +86,9 @@ take_place() {
   done
 }
 
-run_tests() { # $1: the fault's folder, $2: every so manieth configuration of the sweeps, $3: which tests
+run_tests() { # $1: the executable, $2: for its output, $3: of the sweeps every so manieth configuration, $4: which tests
   # shellcheck disable=SC2086
-  SINGLE_QUERY_SWEEP_STRIDE=$2 timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$1/tests" "$3" --abort >"$1/output" 2>&1
+  SINGLE_QUERY_SWEEP_STRIDE=$3 timeout -k 10 "${LIMIT:-600}" ${LAUNCHER:-} "$1" "$4" --abort >"$2" 2>&1
 }
 
 # One fault: number, name, file, the text before and after. Leaves its row of the table in rows/.
@@ -110,9 +110,9 @@ try() {
     else
       take_place
       status=0
-      run_tests "$folder" 11 "$filter~[large]" || status=$?
+      run_tests "$folder/tests" "$folder/output" 11 "$filter~[large]" || status=$?
       if ((status == 0)); then
-        run_tests "$folder" 1 "$filter" || status=$?
+        run_tests "$folder/tests" "$folder/output" 1 "$filter" || status=$?
       fi
       # Between the first two rules stands the name of the test that failed, on one or more lines.
       found=$(awk '/^--------------------/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
@@ -143,7 +143,13 @@ flush() { # the fault that has been read
 mkdir -p "$work"
 rm -rf "$work/rows" "$work/faults" "$work/places"
 mkdir "$work/rows" "$work/places"
-[[ $device == check ]] || build_sound >"$work/log"
+if [[ $device != check ]]; then
+  build_sound >"$work/log"
+  if ! run_tests "$work/build/test/single_query_kernel_tests" "$work/output" 11 "$filter~[large]"; then
+    echo "the tests fail without a fault, see $work/output" >&2
+    exit 3
+  fi
+fi
 name='' file='' devices='' before='' after=''
 while IFS= read -r line; do
   case $line in

@@ -14,7 +14,7 @@ namespace {
 
 // One compiled kernel and what the host has to know of it.
 struct Kernel {
-  const void* functions[4]; // by Path
+  const void* functions[paths]; // by Path
   BodyTraits body;
   int tile_heads;
   int head_shift; // of the partial states
@@ -24,7 +24,7 @@ struct Kernel {
 
 // Devices that know how much shared memory a kernel may use.
 template <class Shape>
-std::atomic<std::uint64_t> prepared_devices[4];
+std::atomic<std::uint64_t> prepared_devices[paths];
 
 template <class Shape>
 Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {

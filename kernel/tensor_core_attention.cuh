@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   const int warps = args.plan.warps;
   const int cluster_size = args.plan.cluster_size;
   const int rank = static_cast<int>(blockIdx.x) & (cluster_size - 1);
-  const bool walk = path == Path::walk || (path == Path::general && args.plan.walk);
+  const bool walk = walks<path>(args);
   const bool modified = path == Path::general && args.modified;
   Pieces<path> pieces(args);
   if (pieces.done()) {

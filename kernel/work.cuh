@@ -15,6 +15,7 @@ enum class Path {
   walk,   // the same in a walk
   general // everything
 };
+constexpr int paths = 4;
 
 template <Path path>
 constexpr bool may_walk = path == Path::walk || path == Path::general;
@@ -51,6 +52,11 @@ struct KernelArguments {
   float4* partial_values;
   float2* partial_states;
 };
+
+template <Path path>
+__device__ __forceinline__ bool walks(const KernelArguments& args) {
+  return path == Path::walk || (may_walk<path> && args.plan.walk);
+}
 
 // One of the two caches, as a kernel body reads it. Strides in elements.
 struct Cache {
@@ -267,11 +273,10 @@ __device__ __forceinline__ Cut cut_by_row(const KernelArguments& args, const Row
 template <Path path>
 class Pieces {
   static constexpr bool plain = path == Path::plain;
-  static constexpr bool may_walk = single_query::may_walk<path>;
 
 public:
   __device__ __forceinline__ explicit Pieces(const KernelArguments& args) : args_(args) {
-    if (path == Path::walk || (may_walk && args.plan.walk)) {
+    if (walks<path>(args)) {
       share_ = find_share(args);
       left_ = share_.units;
       batch_ = share_.batch;
@@ -306,7 +311,7 @@ public:
     piece.batch = batch_;
     piece.row_in_batch = row_in_batch_;
     piece.length = row_.length;
-    if (!may_walk) {
+    if (!may_walk<path>) {
       piece.keys = row_.keys;
       piece.whole = by_row_.clusters == 1;
       left_ = 0;
@@ -331,7 +336,7 @@ public:
 
   // The cut of the piece that next() has just given; only for pieces that are not whole.
   __device__ __forceinline__ Cut cut(const Piece& piece) const {
-    if (path != Path::walk && (!may_walk || !args_.plan.walk)) {
+    if (!walks<path>(args_)) {
       return cut_by_row(args_, by_row_);
     }
     const SplitPlan& plan = args_.plan;

@@ -49,6 +49,9 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
          16 * kv_rows * ((tiles + team - 1) / team) <= device.traits.multiprocessors) {
     team /= 2;
   }
+  // Shorter rows, more heads and copies that have to be mended take a warp about as long as 8 heads of full rows.
+  const bool fast = Shape::padded_dim >= 128 && args.problem.head_dim == Shape::padded_dim && Shape::head_blocks == 1 &&
+                    team == 1 && std::min(args.key_copy_bytes, args.value_copy_bytes) == 16;
   const int small_warps = team > 1 ? most_warps : std::min(most_warps, 4);
   // The large shapes have more to do than to fetch instructions, and take long to compile.
   constexpr Path row = Shape::teams ? Path::general : Path::row;
@@ -59,7 +62,7 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, walk>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, team, small_warps, wide || team > 1 || room < 2 * small_warps ? 1 : 2, small_warps, most_warps,
-           16, output_chain_steps, true},
+           16, output_chain_steps, true, fast ? 1 : 2},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -70,7 +73,8 @@ template <class Shape>
 Kernel simt_kernel() {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
   return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general, general},
-          {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false},
+          {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
+           Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -81,22 +85,24 @@ Kernel simt_kernel() {
 Kernel select_kernel(const KernelArguments& args, const Device& device) {
   const AttentionProblem& problem = args.problem;
   const int group = args.group;
-  // Rows that are aligned to single elements only are copied from an element before their begin, see copy_rows_by().
-  const bool in_pairs = problem.dtype != DataType::float32 && std::min(args.key_copy_bytes, args.value_copy_bytes) == 2;
-  const std::int64_t head_dim = problem.head_dim + (in_pairs ? 1 : 0);
+  const std::int64_t head_dim = problem.head_dim;
   if (problem.dtype == DataType::float32) {
-    if (head_dim <= 32 && group == 1) {
-      return simt_kernel<SimtShape<8, 1, 1>>();
+    if (head_dim <= 32) {
+      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>() : simt_kernel<SimtShape<8, 1, 8>>();
     }
     if (head_dim <= 64) {
-      return group == 1 ? simt_kernel<SimtShape<8, 2, 1>>() : simt_kernel<SimtShape<16, 1, 8>>();
+      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>()
+             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>()
+                          : simt_kernel<SimtShape<16, 1, 8>>();
     }
     if (head_dim <= 128) {
       return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>()
              : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>()
                           : simt_kernel<SimtShape<32, 1, 8>>();
     }
-    return group == 1 ? simt_kernel<SimtShape<16, 4, 1>>() : simt_kernel<SimtShape<32, 2, 8>>();
+    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>()
+           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>()
+                        : simt_kernel<SimtShape<32, 2, 8>>();
   }
   if (head_dim <= 64) {
     return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)
@@ -124,7 +130,7 @@ AttentionProblem without_unused_strides(const AttentionProblem& given) {
   return problem;
 }
 
-// The widest copy, 16, 8 or 4 bytes or one element, that begins and ends with every row of a tensor.
+// The widest copy, 16, 8 or 4 bytes or one element, with which every row of a tensor begins and ends.
 int copy_bytes(const AttentionProblem& problem, const void* data, std::initializer_list<std::int64_t> strides) {
   const std::int64_t element = bytes_of(problem.dtype);
   std::uint64_t bits =

@@ -99,12 +99,12 @@ public:
   // Which of the keys in this stage need a page that does not exist: a bit for each.
   __device__ __forceinline__ unsigned missing(int stage) const { return may_page ? missing_.of(stage) : 0; }
 
-  // Mends rows that were copied with an element before their begin, when their tile has arrived.
+  // Mends rows that were copied early, when their tile has arrived.
   __device__ __forceinline__ void align_keys(int stage) const {
-    align_tile(Ring::key_tile(stage), args_.key_copy_bytes, key_side_.late.of(stage));
+    align_tile(Ring::key_tile(stage), stage, args_.key_copy_bytes, key_side_);
   }
   __device__ __forceinline__ void align_values(int stage) const {
-    align_tile(Ring::value_tile(stage), args_.value_copy_bytes, value_side_.late.of(stage));
+    align_tile(Ring::value_tile(stage), stage, args_.value_copy_bytes, value_side_);
   }
 
 private:
@@ -113,7 +113,7 @@ private:
   // One of the two caches on its way into the ring.
   struct Side {
     const Element* row = nullptr; // this lane's part of the first of the coming step's rows, where they are spaced
-    StageRows late;               // rows that begin an element later than what was copied
+    std::uint32_t early = 0;      // bytes that row lane % 16 was copied early by: eight bits for every stage
   };
 
   // This lane's part of row 0 of its first chunk, in the page or batch entry `page`.
@@ -171,17 +171,17 @@ private:
     }
   }
 
-  // Start of row lane % 16 of the coming step, in elements; negative: nothing to read.
-  __device__ __forceinline__ std::int64_t own_row(const Cache& cache) const {
+  // Address of row lane % 16 of the coming step; 0: nothing to read.
+  __device__ __forceinline__ std::uint64_t own_row(const Cache& cache) const {
     const std::uint32_t key = key_ + lane() % step_keys;
-    if (!is_in(keys_, key)) {
-      return -1;
+    const bool paged = may_page && args_.problem.page_table != nullptr;
+    if (!is_in(keys_, key) || (paged && !page_exists(args_.problem, slot_.page))) {
+      return 0;
     }
-    if (!may_page || args_.problem.page_table == nullptr) {
-      return batch_ * cache.stride_page + key * cache.stride_slot;
-    }
-    return page_exists(args_.problem, slot_.page) ? slot_.page * cache.stride_page + slot_.slot * cache.stride_slot
-                                                  : -1;
+    const std::int64_t page = paged ? slot_.page : batch_;
+    const std::int64_t slot = paged ? slot_.slot : key;
+    return reinterpret_cast<std::uint64_t>(static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head +
+                                           page * cache.stride_page + slot * cache.stride_slot);
   }
 
   // tile: its place in the ring.
@@ -197,59 +197,37 @@ private:
         // chunk_offset() of row i * rows_at_once + lane / row_lanes, from that of row lane / row_lanes
         const std::uint32_t swizzled = (lane_address_ + tile) ^ (i * rows_at_once % 8 * 16);
         const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
-        copy_async<16>(swizzled + i * rows_at_once * 128, row, valid ? lane_bytes_ : 0);
+        copy_async(swizzled + i * rows_at_once * 128, row, valid ? lane_bytes_ : 0);
         row += rows_at_once * stride_slot;
       }
     } else if (may_page) {
-      const int head_dim = static_cast<int>(args_.problem.head_dim);
-      const Element* const head = static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head;
-      const bool all_spaced = general && spaced_ && rows_ == step_keys;
-      const Element* const first = row - lane() / row_lanes * stride_slot - lane() % row_lanes * 8;
-      const std::int64_t own = all_spaced ? 0 : own_row(cache);
-      // Of row lane % 16.
-      const auto own_address =
-          reinterpret_cast<std::uint64_t>(all_spaced ? first + lane() % step_keys * stride_slot : head + own);
-      const bool in_pairs = general && copy_bytes == 2 && head_dim < padded_dim;
-      // A pair may begin with the last element of a row, and with the last one of the caller's memory.
-      const bool singly =
-          in_pairs && __any_sync(0xffffffffu, own_address == reinterpret_cast<std::uint64_t>(cache.last_row));
-      if (all_spaced && !singly) {
-        const int early =
-            in_pairs && stride_slot % 2 == 0 ? static_cast<int>(reinterpret_cast<std::uint64_t>(first) / 2 % 2) : 0;
-        const int bytes = in_pairs && stride_slot % 2 == 0 ? 4 : copy_bytes; // all rows begin alike
-        copy_rows(ring_ + tile, SpacedRows{first - early, stride_slot}, head_dim + early, bytes);
+      const int row_bytes = static_cast<int>(args_.problem.head_dim) * 2;
+      const std::uint64_t own = own_row(cache);
+      if (!general || copy_bytes == 16) {
+        copy_rows<padded_dim, true>(ring_ + tile, own, row_bytes);
       } else {
-        const std::int64_t offset = all_spaced ? first - head + lane() % step_keys * stride_slot : own;
-        copy_rows(ring_ + tile, ScatteredRows{head, offset}, head_dim, singly ? 1 : copy_bytes);
-      }
-      if (in_pairs) {
-        side.late.set(stage, singly ? 0 : __ballot_sync(0xffffffffu, (own_address & 2) != 0) & 0xffffu);
+        const int early = static_cast<int>(own % 16);
+        const auto last_row = reinterpret_cast<std::uint64_t>(cache.last_row);
+        // Part of a piece is asked for by an address up to 14 bytes further on, with which the piece would end 28 bytes
+        // after the row. Nothing is read there, but the tools that look after memory see the address.
+        const bool now = __any_sync(0xffffffffu, early + row_bytes > padded_dim * 2 || own + 28 > last_row);
+        if (now) {
+          copy_rows_now<padded_dim>(ring_ + tile, own, row_bytes, last_row + row_bytes);
+        } else {
+          copy_rows<padded_dim, false>(ring_ + tile, own, row_bytes);
+        }
+        side.early = (side.early & ~(0xffu << 8 * stage)) | static_cast<unsigned>(now ? 0 : early) << 8 * stage;
       }
     }
     __pipeline_commit();
   }
 
-  template <class Rows>
-  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Rows& rows, int elements, int copy_bytes) const {
-    const int bytes = elements * 2;
-    if (!general || copy_bytes == 16) {
-      copy_rows_by<padded_dim, 16, RowEnds::whole>(tile, rows, bytes);
-    } else if (copy_bytes == 8) {
-      copy_rows_by<padded_dim, 8, RowEnds::whole>(tile, rows, bytes);
-    } else if (copy_bytes == 4 && bytes % 4 == 0) {
-      copy_rows_by<padded_dim, 4, RowEnds::whole>(tile, rows, bytes);
-    } else if (copy_bytes == 4) {
-      copy_rows_by<padded_dim, 4, RowEnds::partial>(tile, rows, bytes);
-    } else if (copy_bytes == 2 && elements < padded_dim) {
-      copy_rows_by<padded_dim, 4, RowEnds::late>(tile, rows, bytes);
-    } else {
-      copy_rows_singly<padded_dim>(tile, rows, elements);
-    }
-  }
-
-  __device__ __forceinline__ void align_tile(int tile, int copy_bytes, unsigned late) const {
-    if (general && copy_bytes == 2 && args_.problem.head_dim < padded_dim && late != 0) {
-      align_rows<padded_dim>(ring_ + tile, late);
+  __device__ __forceinline__ void align_tile(int tile, int stage, int copy_bytes, const Side& side) const {
+    if (general && copy_bytes != 16) {
+      const int early = static_cast<int>(side.early >> 8 * stage & 0xffu);
+      if (__any_sync(0xffffffffu, early != 0)) {
+        align_rows<padded_dim>(ring_ + tile, early);
+      }
     }
   }
 

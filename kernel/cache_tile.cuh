@@ -34,133 +34,166 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
-  std::uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-  return word;
+__device__ __forceinline__ uint4 load_shared(std::uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
 }
-__device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_t word) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+__device__ __forceinline__ void store_shared(std::uint32_t address, const uint4& x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
-// Copies `width` bytes (16, 8 or 4) asynchronously, of which the first `valid` come from `source`, the rest are zeros.
-template <int width>
+// Copies 16 bytes asynchronously, of which the first `valid` come from `source`, the rest are zeros.
 __device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source, int valid) {
-  if constexpr (width == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(destination), "l"(source), "r"(valid), "n"(width)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid) : "memory");
 }
 
-// Where the rows of a step begin. 16 rows that are equally far apart,
-struct SpacedRows {
-  static constexpr bool all_there = true;
-  const Element* first;
-  std::int64_t stride;
-  __device__ __forceinline__ const Element* at(int row) const { return first + row * stride; }
-};
-
-// or any: lane l knows row l % 16, in elements from `head`; negative: nothing to read.
-struct ScatteredRows {
-  static constexpr bool all_there = false;
-  const Element* head;
-  std::int64_t own;
-  __device__ __forceinline__ const Element* at(int row) const {
-    const std::int64_t offset = __shfl_sync(0xffffffffu, own, row);
-    return offset < 0 ? nullptr : head + offset;
-  }
-};
-
-// How rows lie with respect to the pieces that they are copied in.
-enum class RowEnds {
-  whole,   // rows are whole pieces
-  partial, // rows begin with a piece and end anywhere
-  late     // rows may begin in the middle of a piece: they are copied from its begin on, and align_rows() mends that
-};
-
-// By pieces of `width` bytes; row_bytes of every row are copied. Out of line and with
-// plain arguments, so that the fast path stays small and in registers.
-template <int padded_dim, int width, RowEnds ends, class Rows>
-__device__ __noinline__ void copy_rows_by(unsigned char* tile, Rows rows, int row_bytes) {
-  constexpr int row_pieces = padded_dim * 2 / width;
-  constexpr int rounds = row_pieces > 32 ? row_pieces / 32 : 1; // copies of a row
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::uint32_t address = shared_address(tile);
-  int valid_bytes[rounds][2]; // of a row that begins with a piece, and of one that begins in the middle of one
-#pragma unroll
-  for (int round = 0; round < rounds; ++round) {
-    const int left = row_bytes - (round * 32 + lane) % row_pieces * width;
-    valid_bytes[round][0] = max(0, min(width, left));
-    valid_bytes[round][1] = max(0, min(width, left + 2));
-  }
-#pragma unroll 8
-  for (int i = 0; i < step_keys * row_pieces / 32; ++i) {
-    const int row = row_pieces >= 32 ? i / rounds : i * (32 / row_pieces) + lane / row_pieces;
-    const int byte = (i * 32 + lane) % row_pieces * width;
-    auto begin = reinterpret_cast<std::uint64_t>(rows.at(row));
-    int valid = valid_bytes[i % rounds][0];
-    if (ends == RowEnds::late) {
-      valid = begin % width == 0 ? valid : valid_bytes[i % rounds][1];
-    }
-    valid = ends == RowEnds::whole && valid > 0 ? width : valid; // which the compiler has to be told
-    valid = Rows::all_there || begin != 0 ? valid : 0;
-    begin = ends == RowEnds::late ? begin & ~static_cast<std::uint64_t>(width - 1) : begin;
-    // Where nothing is valid nothing is read, so the address does not matter.
-    copy_async<width>(address + CacheTile<padded_dim>::byte_offset(row, byte),
-                      reinterpret_cast<const void*>(begin + byte), valid);
-  }
-}
-
-// Element by element, and done when it returns.
-template <int padded_dim, class Rows>
-__device__ __noinline__ void copy_rows_singly(unsigned char* tile, Rows rows, int head_dim) {
-#pragma unroll 1
-  for (int row = 0; row < step_keys; ++row) {
-    const Element* const begin = rows.at(row);
-    for (int dim = static_cast<int>(threadIdx.x % 32); dim < padded_dim; dim += 32) {
-      *reinterpret_cast<Element*>(tile + CacheTile<padded_dim>::byte_offset(row, dim * 2)) =
-          begin != nullptr && dim < head_dim ? __ldg(begin + dim) : Element{0};
-    }
-  }
-}
-
-// Moves the rows whose bit is set in `late` one element towards their begin. For one warp, after its copies have
-// arrived.
+// Where a lane's pieces of 16 bytes lie when a warp goes over a tile: `rounds` times rows_at_once rows.
 template <int padded_dim>
-__device__ __noinline__ void align_rows(unsigned char* tile, unsigned late) {
+struct TileRounds {
+  static constexpr int row_chunks = padded_dim / 8;
+  static constexpr int rows_at_once = 32 / row_chunks;
+  static constexpr int rounds = step_keys / rows_at_once;
+  static __device__ __forceinline__ int row(int round) {
+    return round * rows_at_once + static_cast<int>(threadIdx.x % 32) / row_chunks;
+  }
+  static __device__ __forceinline__ int chunk() { return static_cast<int>(threadIdx.x) % row_chunks; }
+};
+
+// Copies of 16 rows that lie anywhere: lane l knows the begin of row l % 16, as an address; 0: nothing to read. Out of
+// line and with plain arguments, so that the fast path stays small and in registers.
+//
+// Asynchronously, by aligned pieces of 16 bytes. What is copied of a row begins with the piece that its first element
+// lies in, up to 14 bytes early; align_rows() mends that. whole: rows begin and end with pieces.
+template <int padded_dim, bool whole>
+__device__ __noinline__ void copy_rows(unsigned char* tile, std::uint64_t own_row, int row_bytes) {
+  using Rounds = TileRounds<padded_dim>;
+  const std::uint32_t address = shared_address(tile);
+  const int byte = Rounds::chunk() * 16;
+#pragma unroll
+  for (int round = 0; round < Rounds::rounds; ++round) {
+    const int row = Rounds::row(round);
+    const std::uint64_t begin = __shfl_sync(0xffffffffu, own_row, row);
+    const int early = whole ? 0 : static_cast<int>(begin % 16);
+    const int left = begin == 0 ? 0 : row_bytes + early - byte;
+    const int valid = whole ? (left > 0 ? 16 : 0) : max(0, min(16, left));
+    // Where nothing is valid nothing is read, so the address does not matter.
+    copy_async(address + CacheTile<padded_dim>::chunk_offset(row, byte / 16),
+               reinterpret_cast<const void*>(begin - early + byte), valid);
+  }
+}
+
+// Bytes `first` .. first + 15 of the 32 of two pieces; first: even, 0 .. 14.
+__device__ __forceinline__ uint4 bytes_from(const uint4& low, const uint4& high, int first) {
+  const std::uint32_t words[7] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z};
+  std::uint32_t from_eight[6];
+#pragma unroll
+  for (int i = 0; i < 6; ++i) {
+    from_eight[i] = (first & 8) == 0 ? words[i] : i + 2 < 7 ? words[i + 2] : high.w;
+  }
+  std::uint32_t from_four[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    from_four[i] = (first & 4) == 0 ? from_eight[i] : from_eight[i + 1];
+  }
+  const int bits = (first & 2) * 8;
+  return make_uint4(
+      __funnelshift_r(from_four[0], from_four[1], bits), __funnelshift_r(from_four[1], from_four[2], bits),
+      __funnelshift_r(from_four[2], from_four[3], bits), __funnelshift_r(from_four[3], from_four[4], bits));
+}
+
+// Moves every row to its place that was copied early: by own_early bytes that of row lane % 16. For one warp, after its
+// copies have arrived.
+template <int padded_dim>
+__device__ __noinline__ void align_rows(unsigned char* tile, int own_early) {
+  using Rounds = TileRounds<padded_dim>;
   using Tile = CacheTile<padded_dim>;
-  constexpr int words = padded_dim / 64; // of a row, a lane
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  // This lane's word of row 0 and the one after it; those of row r lie at (word ^ r % 8 * 16) + r * 128.
-  const std::uint32_t word = shared_address(tile) + Tile::byte_offset(0, lane * 4);
-  const std::uint32_t next = shared_address(tile) + Tile::byte_offset(0, (lane + 1) * 4);
+  constexpr int batch = 4; // rounds, so that what is in hand fits into registers
+  const std::uint32_t address = shared_address(tile);
+  const int chunk = Rounds::chunk();
+#pragma unroll 1
+  for (int first = 0; first < Rounds::rounds; first += batch) {
+    uint4 moved[batch];
 #pragma unroll
-  for (int first = 0; first < step_keys; first += 8) { // so that the words in hand fit into registers
-    std::uint32_t moved[8][words];
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-#pragma unroll
-      for (int i = 0; i < words; ++i) {
-        const int further = (first + r) * 128 + i * Tile::panel_bytes;
-        const std::uint32_t low = load_shared((word ^ (r * 16)) + further);
-        const bool last = i == words - 1 && lane == 31;
-        const std::uint32_t high = last ? 0u : load_shared((next ^ (r * 16)) + further);
-        moved[r][i] = __funnelshift_r(low, high, (late >> (first + r) & 1) * 16);
+    for (int i = 0; i < batch; ++i) {
+      const int row = Rounds::row(first + i);
+      const uint4 low = load_shared(address + Tile::chunk_offset(row, chunk));
+      uint4 high = make_uint4(0, 0, 0, 0);
+      if (chunk + 1 < Rounds::row_chunks) {
+        high = load_shared(address + Tile::chunk_offset(row, chunk + 1));
       }
+      moved[i] = bytes_from(low, high, __shfl_sync(0xffffffffu, own_early, row));
     }
-    __syncwarp(); // all words have been read
+    __syncwarp(); // these rows have been read
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
-#pragma unroll
-      for (int i = 0; i < words; ++i) {
-        store_shared((word ^ (r * 16)) + (first + r) * 128 + i * Tile::panel_bytes, moved[r][i]);
-      }
+    for (int i = 0; i < batch; ++i) {
+      store_shared(address + Tile::chunk_offset(Rounds::row(first + i), chunk), moved[i]);
     }
   }
   __syncwarp();
+}
+
+// The aligned piece at `piece`, as far as it is of the row [begin, end); what else is in it may be anything. Bytes from
+// memory_end on are not read.
+__device__ __forceinline__ uint4 load_piece(std::uint64_t piece, std::uint64_t begin, std::uint64_t end,
+                                            std::uint64_t memory_end) {
+  uint4 x = make_uint4(0, 0, 0, 0);
+  if (piece + 16 <= begin || piece >= end) {
+    return x;
+  }
+  if (piece + 16 <= memory_end) {
+    return __ldg(reinterpret_cast<const uint4*>(piece));
+  }
+  std::uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const std::uint64_t element = piece + 2 * i;
+    if (element >= begin && element < end) {
+      words[i / 2] |= static_cast<std::uint32_t>(__ldg(reinterpret_cast<const Element*>(element))) << i % 2 * 16;
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Through registers to where they belong, and done when it returns: for rows that leave no room for being early, and
+// for the last ones before the end of the caller's memory, after which not even a part of a piece may be asked for.
+template <int padded_dim>
+__device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t own_row, int row_bytes,
+                                           std::uint64_t memory_end) {
+  using Rounds = TileRounds<padded_dim>;
+  constexpr int batch = Rounds::rounds < 8 ? Rounds::rounds : 8; // rounds whose reads are under way together
+  const std::uint32_t address = shared_address(tile);
+  const int byte = Rounds::chunk() * 16;
+  // Of this lane's words, the bits that a row has.
+  std::uint32_t bits[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int left = row_bytes - byte - i * 4;
+    bits[i] = left >= 4 ? 0xffffffffu : left == 2 ? 0xffffu : 0u;
+  }
+#pragma unroll 1
+  for (int first = 0; first < Rounds::rounds; first += batch) {
+    uint4 low[batch], high[batch];
+    int early[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      const std::uint64_t begin = __shfl_sync(0xffffffffu, own_row, Rounds::row(first + i));
+      const std::uint64_t end = begin == 0 ? 0 : begin + row_bytes;
+      early[i] = static_cast<int>(begin % 16);
+      low[i] = load_piece(begin - early[i] + byte, begin, end, memory_end);
+      high[i] = load_piece(begin - early[i] + byte + 16, begin, end, memory_end);
+    }
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      const uint4 x = bytes_from(low[i], high[i], early[i]);
+      store_shared(address + CacheTile<padded_dim>::chunk_offset(Rounds::row(first + i), byte / 16),
+                   make_uint4(x.x & bits[0], x.y & bits[1], x.z & bits[2], x.w & bits[3]));
+    }
+  }
 }
 
 } // namespace single_query

@@ -28,7 +28,7 @@ SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uin
   plan.walk = true;
   plan.team = body.team;
   // Large blocks where they are few. With a split size the same always, or a row's bits would depend on its batch.
-  const bool large = body.pairs && problem.split_size == 0 && rows <= device.multiprocessors;
+  const bool large = problem.split_size == 0 && rows <= device.multiprocessors;
   plan.warps = large ? body.most_warps : body.walk_warps;
   plan.cluster_size = 1;
   plan.clusters = 1;
@@ -58,7 +58,7 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   }
   const std::uint32_t row_count = static_cast<std::uint32_t>(rows);
   const std::uint32_t half = power_of_two_at_most(static_cast<std::uint32_t>(device.multiprocessors)) / 2;
-  const std::uint32_t most = std::max(half, row_count); // large blocks that run at once
+  const std::uint32_t most = std::max(half * static_cast<std::uint32_t>(body.blocks_per_pair), row_count);
   const auto blocks_of = [&](int warps, std::uint32_t most_blocks) {
     return blocks_per_row(row_count, keys, most_blocks, static_cast<std::uint32_t>(warps) * body.least_warp_keys);
   };
@@ -67,20 +67,20 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   plan.team = body.team;
   plan.warps = body.small_warps;
   std::uint32_t blocks = 0;
-  if (body.pairs) {
-    // Teams have more to compute than to read. Two steps of few warps are less to merge than one step of many.
-    blocks = blocks_of(body.most_warps, body.team > 1 ? 2 * most : most);
+  if (body.large_first) {
+    // Two steps of few warps are less to merge than one step of many.
+    blocks = blocks_of(body.most_warps, most);
     plan.warps = keys <= blocks * large_step ? body.small_warps : body.most_warps;
     // Few rows that leave many multiprocessors without a block, and long enough for a walk to pay.
-    const std::uint32_t seats = row_count > half ? 2 * half : half;
+    const std::uint32_t seats = row_count > half ? 2 * half : most;
     if (blocks * row_count < seats - seats / 8 && keys >= walk_steps * blocks * large_step) {
       return plan_walk(problem, rows, keys, body, device);
     }
   } else {
-    blocks = blocks_of(plan.warps, 2 * most);
+    blocks = blocks_of(plan.warps, 2 * std::max(half, row_count));
     if (keys / blocks >= large_steps * large_step) {
       plan.warps = body.most_warps;
-      blocks = blocks_of(plan.warps, 2 * half);
+      blocks = blocks_of(plan.warps, most);
     }
   }
   if (keys <= cluster_steps * most_cluster * large_step / static_cast<std::uint32_t>(plan.team)) {
@@ -93,7 +93,7 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
     return plan_walk(problem, rows, keys, body, device);
   }
   // Clusters of 4 or 8 do not fit onto all multiprocessors at once.
-  const bool many = blocks * row_count > half && (blocks > most_cluster || body.team > 1);
+  const bool many = blocks * row_count > half && (blocks > most_cluster || plan.warps == body.most_warps);
   plan.cluster_size = static_cast<int>(std::min(blocks, many ? 2u : most_cluster));
   plan.clusters = static_cast<int>(blocks) / plan.cluster_size;
   plan.least_block_keys = static_cast<std::uint32_t>(plan.warps) * body.least_warp_keys;

@@ -31,7 +31,8 @@ struct BodyTraits {
   int most_warps;                // the same of many
   std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp
   std::uint32_t most_steps;      // of a warp in by_row mode; a walk may have more
-  bool pairs;                    // a large block keeps the memory port of a pair of multiprocessors busy
+  bool large_first;              // large blocks from their first step on, not only where they have several
+  int blocks_per_pair;           // of multiprocessors, by row; 1 where one large block keeps their memory port busy
 };
 
 struct SplitPlan {

@@ -256,7 +256,8 @@ __device__ __forceinline__ RowShare share_row(const KernelArguments& args, KeyRa
     // Whole 64-key steps: equal work for the warps of a block.
     const std::uint32_t each = (units_of(keys, share.clusters) + 63) / 64 * 64;
     const std::uint32_t begin = min(keys, share.cluster * each);
-    share.keys = {row.begin + begin, row.begin + min(keys, begin + each)};
+    // Without keys not even the step that would hold the first one takes place.
+    share.keys = begin == keys ? KeyRange{0, 0} : KeyRange{row.begin + begin, row.begin + min(keys, begin + each)};
   }
   return share;
 }

@@ -62,6 +62,21 @@ TEST_ON_EACH_DEVICE("Every number of keys round a power of two agrees with doubl
   sweep.finish();
 }
 
+// One key more than equal shares hold, and the last blocks of a row have none.
+TEST_ON_EACH_DEVICE("Rows of which some blocks get no key agree with double") {
+  Sweep sweep(device);
+  for (const DataType dtype : dtypes) {
+    for (const std::int64_t group : {3, 24, 128}) {
+      AttentionCase c = sized(dtype, 1, 1, group, 16385, 64);
+      sweep.add(c);
+      c.keys = 20000;
+      c.window = 16385; // begins in the middle of a step
+      sweep.add(c);
+    }
+  }
+  sweep.finish();
+}
+
 TEST_ON_EACH_DEVICE("Many rows agree with double") {
   Sweep sweep(device);
   for (const DataType dtype : dtypes) {

@@ -74,16 +74,16 @@ __device__ __noinline__ void copy_rows(unsigned char* tile, std::uint64_t own_ro
   using Rounds = TileRounds<padded_dim>;
   const std::uint32_t address = shared_address(tile);
   const int byte = Rounds::chunk() * 16;
+  const std::uint64_t own_piece = own_row / 16 * 16;
+  const int own_bytes = own_row == 0 ? 0 : row_bytes + static_cast<int>(own_row - own_piece); // from there
 #pragma unroll
   for (int round = 0; round < Rounds::rounds; ++round) {
     const int row = Rounds::row(round);
-    const std::uint64_t begin = __shfl_sync(0xffffffffu, own_row, row);
-    const int early = whole ? 0 : static_cast<int>(begin % 16);
-    const int left = begin == 0 ? 0 : row_bytes + early - byte;
-    const int valid = whole ? (left > 0 ? 16 : 0) : max(0, min(16, left));
+    const std::uint64_t piece = __shfl_sync(0xffffffffu, own_piece, row) + byte;
+    const int left = __shfl_sync(0xffffffffu, own_bytes, row) - byte;
     // Where nothing is valid nothing is read, so the address does not matter.
-    copy_async(address + CacheTile<padded_dim>::chunk_offset(row, byte / 16),
-               reinterpret_cast<const void*>(begin - early + byte), valid);
+    copy_async(address + CacheTile<padded_dim>::chunk_offset(row, byte / 16), reinterpret_cast<const void*>(piece),
+               whole ? (left > 0 ? 16 : 0) : max(0, min(16, left)));
   }
 }
 

@@ -59,7 +59,8 @@ public:
   __device__ __forceinline__ CacheReader(const KernelArguments& args, unsigned char* ring, const Pieces<path>& pieces,
                                          std::uint32_t first_key, std::uint32_t lead, std::uint32_t stride)
       : args_(args), ring_(ring), pieces_(pieces), first_key_(first_key), lead_(lead), stride_(stride) {
-    lane_address_ = shared_address(ring) + Ring::Tile::chunk_offset(lane() / row_lanes, lane() % row_lanes);
+    address_ = shared_address(ring);
+    lane_offset_ = Ring::Tile::chunk_offset(lane() / row_lanes, lane() % row_lanes);
     lane_bytes_ = lane() % row_lanes * 8 < args.problem.head_dim ? 16 : 0;
     next_piece();
   }
@@ -194,10 +195,12 @@ private:
     } else if (spaced_ && (!general || copy_bytes == 16)) {
 #pragma unroll
       for (int i = 0; i < step_keys / rows_at_once; ++i) {
-        // chunk_offset() of row i * rows_at_once + lane / row_lanes, from that of row lane / row_lanes
-        const std::uint32_t swizzled = (lane_address_ + tile) ^ (i * rows_at_once % 8 * 16);
+        // chunk_offset() of row i * rows_at_once + lane / row_lanes, from that of row lane / row_lanes. Not of the
+        // whole address: in builds that ptxas does not optimise (-G), dynamic shared memory begins at any multiple
+        // of 16.
+        const std::uint32_t swizzled = lane_offset_ ^ (i * rows_at_once % 8 * 16);
         const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
-        copy_async(swizzled + i * rows_at_once * 128, row, valid ? lane_bytes_ : 0);
+        copy_async(address_ + tile + swizzled + i * rows_at_once * 128, row, valid ? lane_bytes_ : 0);
         row += rows_at_once * stride_slot;
       }
     } else if (may_page) {
@@ -235,8 +238,9 @@ private:
   unsigned char* ring_;
   Pieces<path> pieces_;
   std::uint32_t first_key_, lead_, stride_;
-  std::uint32_t lane_address_; // of this lane's first chunk, in shared memory
-  int lane_bytes_;             // that this lane copies of a row: none past head_dim
+  std::uint32_t address_;     // of the ring, in shared memory
+  std::uint32_t lane_offset_; // of this lane's first chunk in a tile
+  int lane_bytes_;            // that this lane copies of a row: none past head_dim
   // First key of the coming step, and keys of its piece.
   std::uint32_t key_ = 0;
   KeyRange keys_ = {0, 0};

@@ -114,9 +114,10 @@ try() {
       if ((status == 0)); then
         run_tests "$folder/tests" "$folder/output" 1 "$filter" || status=$?
       fi
-      # Between the first two rules stands the name of the test that failed, on one or more lines.
-      found=$(awk '/^--------------------/ { rules++; next } rules == 1 { printf "%s%s", gap, $0; gap = " " } rules == 2 { exit }' \
-        "$folder/output")
+      # Between two rules stands the name of a test, on one or more lines: last of the one that failed, before it of those
+      # that had something to say.
+      found=$(awk '/^--------------------/ { if (rules++ % 2 == 0) name = gap = ""; next }
+        rules % 2 == 1 { name = name gap $0; gap = " " } END { print name }' "$folder/output")
       if ((status == 0)); then
         found="**survived**"
       elif ((status == 124 || status == 137)); then

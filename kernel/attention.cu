@@ -130,7 +130,7 @@ AttentionProblem without_unused_strides(const AttentionProblem& given) {
   return problem;
 }
 
-// The widest copy, 16, 8 or 4 bytes or one element, with which every row of a tensor begins and ends.
+// The most of 16, 8, 4 bytes or one element that all rows of a tensor begin and end at multiples of.
 int copy_bytes(const AttentionProblem& problem, const void* data, std::initializer_list<std::int64_t> strides) {
   const std::int64_t element = bytes_of(problem.dtype);
   std::uint64_t bits =

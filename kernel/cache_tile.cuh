@@ -4,7 +4,7 @@
 // A tile is [16 keys][padded_dim] of 16-bit elements, stored as padded_dim / 64 panels of 16 rows of 128 bytes. Within
 // a row the 16-byte chunks are XORed with the row number, so that the eight rows of a matrix lie in different banks
 // without padding (rows must not straddle 128-byte lines: that costs 6 % of bandwidth). Keys that take no part and dims
-// past head_dim are filled with zeros and not read.
+// past head_dim are filled with zeros; of them nothing is read but what shares 16 bytes with an unaligned row.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -89,11 +89,11 @@ __device__ __noinline__ void copy_rows(unsigned char* tile, std::uint64_t own_ro
 
 // Bytes `first` .. first + 15 of the 32 of two pieces; first: even, 0 .. 14.
 __device__ __forceinline__ uint4 bytes_from(const uint4& low, const uint4& high, int first) {
-  const std::uint32_t words[7] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z};
+  const std::uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   std::uint32_t from_eight[6];
 #pragma unroll
   for (int i = 0; i < 6; ++i) {
-    from_eight[i] = (first & 8) == 0 ? words[i] : i + 2 < 7 ? words[i + 2] : high.w;
+    from_eight[i] = (first & 8) == 0 ? words[i] : words[i + 2];
   }
   std::uint32_t from_four[5];
 #pragma unroll

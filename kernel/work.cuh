@@ -40,7 +40,7 @@ struct KernelArguments {
   int head_shift;                    // log2 of the elements of a head, see merge_partials.cuh
   RowUnits uniform;                  // of every row, where there are no lengths
   std::int64_t key_step, value_step; // elements from one step of a warp to its next, in a contiguous cache
-  // Bytes that one copy instruction may move: 16, 8, 4 or (elements of 16 bits) 2, as the alignment allows.
+  // Bytes that every row begins and ends at multiples of: 16, 8, 4 or (elements of 16 bits) 2.
   int query_copy_bytes, key_copy_bytes, value_copy_bytes;
   // The rows at the highest addresses: the caller's memory may end where they do.
   const void* last_key_row;

@@ -49,8 +49,9 @@ class CacheReader {
   static constexpr bool may_page = path != Path::plain;
   static constexpr bool general = path == Path::general;
   using Ring = CacheRing<padded_dim>;
-  static constexpr int row_lanes = padded_dim / 8; // 16-byte chunks of a row
-  static constexpr int rows_at_once = 32 / row_lanes;
+  using Rounds = TileRounds<padded_dim>;
+  static constexpr int row_lanes = Rounds::row_chunks; // lanes that share a row
+  static constexpr int rows_at_once = Rounds::rows_at_once;
 
 public:
   // first_key: of the warps that go through the steps together, relative to a piece's first step; lead: this warp's
@@ -194,7 +195,7 @@ private:
       // The piece has ended.
     } else if (spaced_ && (!general || copy_bytes == 16)) {
 #pragma unroll
-      for (int i = 0; i < step_keys / rows_at_once; ++i) {
+      for (int i = 0; i < Rounds::rounds; ++i) {
         // chunk_offset() of row i * rows_at_once + lane / row_lanes, from that of row lane / row_lanes. Not of the
         // whole address: in builds that ptxas does not optimise (-G), dynamic shared memory begins at any multiple
         // of 16.

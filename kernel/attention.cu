@@ -50,14 +50,15 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
     team /= 2;
   }
   // Shorter rows, more heads and copies that have to be mended take a warp about as long as 8 heads of full rows.
-  const bool fast = Shape::padded_dim >= 128 && args.problem.head_dim == Shape::padded_dim && Shape::head_blocks == 1 &&
-                    team == 1 && std::min(args.key_copy_bytes, args.value_copy_bytes) == 16;
+  const bool fast = args.problem.head_dim == Shape::padded_dim && Shape::head_blocks == 1 && team == 1 &&
+                    std::min(args.key_copy_bytes, args.value_copy_bytes) == 16;
   const int small_warps = team > 1 ? most_warps : std::min(most_warps, 4);
   // The large shapes have more to do than to fetch instructions, and take long to compile.
   constexpr Path row = Shape::teams ? Path::general : Path::row;
   constexpr Path walk = Shape::teams ? Path::general : Path::walk;
-  using PlainShape = TensorCoreShape<Shape::padded_dim, Shape::head_blocks, Shape::teams ? 2 : 1>;
-  return {{reinterpret_cast<const void*>(&tensor_core_attention<PlainShape, Path::plain>),
+  using TeamShape = TensorCoreShape<Shape::padded_dim, Shape::head_blocks, Shape::teams ? 2 : 1>;
+  return {{team > 1 ? reinterpret_cast<const void*>(&tensor_core_attention<TeamShape, Path::plain>)
+                    : reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, walk>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
@@ -66,15 +67,15 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          prepared_devices<Shape>};
+          team > 1 ? prepared_devices<TeamShape> : prepared_devices<Shape>};
 }
 
 template <class Shape>
-Kernel simt_kernel() {
+Kernel simt_kernel(bool plain) {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
   return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general, general},
           {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
-           Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
+           plain && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -82,27 +83,28 @@ Kernel simt_kernel() {
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others, by fours or eights.
-Kernel select_kernel(const KernelArguments& args, const Device& device) {
+// plain: the problem is one for Path::plain, unless its plan is a walk.
+Kernel select_kernel(const KernelArguments& args, bool plain, const Device& device) {
   const AttentionProblem& problem = args.problem;
   const int group = args.group;
   const std::int64_t head_dim = problem.head_dim;
   if (problem.dtype == DataType::float32) {
     if (head_dim <= 32) {
-      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>() : simt_kernel<SimtShape<8, 1, 8>>();
+      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>(plain) : simt_kernel<SimtShape<8, 1, 8>>(plain);
     }
     if (head_dim <= 64) {
-      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>()
-             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>()
-                          : simt_kernel<SimtShape<16, 1, 8>>();
+      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>(plain)
+             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>(plain)
+                          : simt_kernel<SimtShape<16, 1, 8>>(plain);
     }
     if (head_dim <= 128) {
-      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>()
-             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>()
-                          : simt_kernel<SimtShape<32, 1, 8>>();
+      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>(plain)
+             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>(plain)
+                          : simt_kernel<SimtShape<32, 1, 8>>(plain);
     }
-    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>()
-           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>()
-                        : simt_kernel<SimtShape<32, 2, 8>>();
+    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>(plain)
+           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>(plain)
+                        : simt_kernel<SimtShape<32, 2, 8>>(plain);
   }
   if (head_dim <= 64) {
     return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)
@@ -198,7 +200,10 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   args.output_vectors =
       copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
-  plan.kernel = select_kernel(args, device);
+  const bool little =
+      !args.modified && std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16;
+  const bool plain = little && problem.lengths == nullptr;
+  plan.kernel = select_kernel(args, plain, device);
   args.row_heads = std::min(plan.kernel.tile_heads * plan.kernel.body.team, args.group);
   args.head_shift = plan.kernel.head_shift;
   args.rows_per_kv_head = (args.group + args.row_heads - 1) / args.row_heads;
@@ -212,9 +217,7 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   args.key_step = step * problem.key_stride_slot;
   args.value_step = step * problem.value_stride_slot;
   const SplitPlan& split = args.plan;
-  const bool little =
-      !args.modified && std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16;
-  plan.path = !little ? Path::general : split.walk ? Path::walk : problem.lengths == nullptr ? Path::plain : Path::row;
+  plan.path = !little ? Path::general : split.walk ? Path::walk : plain ? Path::plain : Path::row;
   plan.single_step = select_single_step(args, device.traits);
   if (plan.single_step.function != nullptr) {
     return plan;

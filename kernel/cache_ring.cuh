@@ -43,8 +43,9 @@ struct CacheRing {
 };
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
-// Sequence per step: copy_keys(stage), copy_values(stage), advance().
-template <int padded_dim, Path path>
+// Sequence per step: copy_keys(stage), copy_values(stage), advance(). fill: tiles without keys are zeros, for readers
+// that multiply several tiles without asking which of them have keys.
+template <int padded_dim, Path path, bool fill>
 class CacheReader {
   static constexpr bool may_page = path != Path::plain;
   static constexpr bool general = path == Path::general;
@@ -191,7 +192,7 @@ private:
     const std::int64_t stride_slot = cache.stride_slot;
     const int copy_bytes = cache.copy_bytes;
     const Element* row = side.row;
-    if (rows_ == 0) {
+    if (!fill && rows_ == 0) {
       // The piece has ended.
     } else if (spaced_ && (!general || copy_bytes == 16)) {
 #pragma unroll

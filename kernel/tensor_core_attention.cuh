@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     }
   };
   const std::uint32_t stride = cluster_size * warps * step_keys;
-  CacheReader<Shape::padded_dim, path> reader(args, ring, pieces, first_key, (warp - first_warp) * step_keys, stride);
+  CacheReader<Shape::padded_dim, path, (Shape::tiles_at_once > 1)> reader(args, ring, pieces, first_key,
+                                                                          (warp - first_warp) * step_keys, stride);
   __shared__ std::uint16_t missing_keys[Shape::teams ? Shape::most_warps : 1]; // of each warp's tile
   await_arguments(fetched);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -115,8 +116,6 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         if (Shape::teams && first_tile_key >= piece.keys.end) {
           break;
         }
-        const bool second = Shape::tiles_at_once > 1 && team > 1 && piece.keys.end - first_tile_key > step_keys;
-        const int tiles = second ? 2 : 1; // that have keys
         unsigned char* const first_key_tile = ring + (first_tile - own_tile) * Ring::warp_bytes + Ring::key_tile(stage);
         unsigned char* const first_value_tile = first_key_tile + (Ring::value_tile(0) - Ring::key_tile(0));
         if (!Shape::teams) {
@@ -128,10 +127,6 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         unsigned excluded = 0; // of the first tile: with a mask there are no teams
 #pragma unroll
         for (int i = 0; i < Shape::tiles_at_once; ++i) {
-          if (i == tiles) {
-            clear_scores<Shape>(scores[i]);
-            continue;
-          }
           multiply_keys<Shape>(half, first_key_tile + i * Ring::warp_bytes, key_rows, queries, scores[i]);
           const unsigned missing = path == Path::plain ? 0u
                                    : Shape::teams      ? missing_keys[warp - own_tile + first_tile + i]
@@ -147,7 +142,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
           } else {
             scale_scores<Shape>(problem.scale, scores[i]);
           }
-          if (missing != 0 || tile_key < piece.keys.begin || piece.keys.end - tile_key < step_keys) {
+          if (missing != 0 || tile_key < piece.keys.begin || tile_key + step_keys > piece.keys.end) {
             replace_scores<Shape>(piece.keys, tile_key, missing, excluded, scores[i]);
           }
         }
@@ -167,11 +162,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         }
 #pragma unroll
         for (int i = 0; i < Shape::tiles_at_once; ++i) {
-          if (i < tiles) { // or there may be anything for values
-            std::uint32_t weights[Shape::head_blocks][2];
-            pack_weights<Shape>(half, scores[i], weights);
-            multiply_values<Shape>(half, first_value_tile + i * Ring::warp_bytes, value_rows, weights, state);
-          }
+          std::uint32_t weights[Shape::head_blocks][2];
+          pack_weights<Shape>(half, scores[i], weights);
+          multiply_values<Shape>(half, first_value_tile + i * Ring::warp_bytes, value_rows, weights, state);
         }
       }
       if (Shape::teams) {

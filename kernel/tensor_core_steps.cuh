@@ -204,18 +204,6 @@ __device__ __forceinline__ void scale_scores(float scale, float (&scores)[Shape:
   }
 }
 
-// Of a tile that has no keys.
-template <class Shape>
-__device__ __forceinline__ void clear_scores(float (&scores)[Shape::head_blocks][4]) {
-#pragma unroll
-  for (int block = 0; block < Shape::head_blocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[block][i] = negative_infinity;
-    }
-  }
-}
-
 // Scores of keys that are not in the piece become -inf, others NaN if their page does not exist. missing: a bit for
 // each of the step's keys; excluded: one for each of this lane's scores, of keys whose page is not asked for.
 template <class Shape>

@@ -58,7 +58,7 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
   }
   const std::uint32_t row_count = static_cast<std::uint32_t>(rows);
   const std::uint32_t half = power_of_two_at_most(static_cast<std::uint32_t>(device.multiprocessors)) / 2;
-  // Large blocks that run at once; of a general SIMT kernel half as many do, and it takes two waves.
+  // Large blocks that run at once.
   const std::uint32_t most = std::max(half * static_cast<std::uint32_t>(body.blocks_per_pair), row_count);
   const auto blocks_of = [&](int warps, std::uint32_t most_blocks) {
     return blocks_per_row(row_count, keys, most_blocks, static_cast<std::uint32_t>(warps) * body.least_warp_keys);

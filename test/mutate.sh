@@ -52,7 +52,8 @@ changed_sources() {
 # $1: the fault's folder, $2: a source of its kernel/. C++ without what makes compilation slow.
 compile() {
   local command
-  command=$(sed -n 's/^  "command": "\(.*\)",\{0,1\}$/\1/p' "$work/build/compile_commands.json" | grep "kernel/$2\$")
+  command=$(sed -n 's/^  "command": "\(.*\)",\{0,1\}$/\1/p' "$work/build/compile_commands.json" |
+    grep single_query_kernel.dir | grep -E "/kernel/$2( |\$)") || return
   command=${command//\\\"/\"}
   command=${command//"$work/source/kernel"/"$1/kernel"}
   command=$(sed "s|-o [^ ]*|-o $1/objects/$2.o|" <<<"$command")
@@ -60,13 +61,17 @@ compile() {
   (cd "$work/build/kernel" && eval "$command")
 }
 
-# The fault's objects come first, so that it is their inline functions that are linked.
+# The fault's objects come first, so that it is their inline functions that are linked. Each command says itself that it
+# failed: bash does not stop at errors in what an `if` asks.
 build_faulty() { # $1: the fault's folder, $2: the file in kernel/ with the fault
-  local name link
+  local names name link
   mkdir "$1/objects"
   cp "$objects"/*.o "$1/objects"
-  for name in $(changed_sources "$2"); do
-    compile "$1" "$name"
+  names=$(changed_sources "$2")
+  [[ -n $names ]] || return
+  for name in $names; do
+    rm "$1/objects/$name.o" || return
+    compile "$1" "$name" || return
   done
   link=$(sed "s|-o [^ ]*|-o $1/tests $1/objects/*.o|" \
     "$work/build/test/CMakeFiles/single_query_kernel_tests.dir/link.txt")

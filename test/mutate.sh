@@ -13,8 +13,8 @@
 #   LAUNCHER        what the tests run under, e.g. compute-sanitizer --tool racecheck --error-exitcode 1
 #   LIMIT           seconds the tests may take (600)
 #
-# The short tests go first, all tests only over what they let pass. They have to pass without a fault, or whatever makes
-# them fail would count as having found every fault.
+# The short tests go first, all tests only over what they let pass, one fault at a time. The short ones have to pass
+# without a fault, or whatever makes them fail would count as having found every fault.
 set -euo pipefail
 
 device=${1:?cpu, cuda or check}
@@ -78,9 +78,9 @@ build_faulty() { # $1: the fault's folder, $2: the file in kernel/ with the faul
   (cd "$work/build/test" && eval "$link")
 }
 
-# Waits for one of the places for running tests; it is given back when the caller's shell ends.
+# Waits for one of the places for running tests, which is given back when the shell of the fault ends.
 take_place() {
-  local place lock
+  local place
   while true; do
     for ((place = 0; place < runs; ++place)); do
       exec {lock}>"$work/places/$place"
@@ -88,6 +88,16 @@ take_place() {
       exec {lock}>&-
     done
     sleep 0.2
+  done
+}
+
+# For tests that nothing may run beside: some look at how much memory the GPU has left.
+take_all_places() {
+  local place
+  exec {lock}>&-
+  for ((place = 0; place < runs; ++place)); do
+    exec {lock}>"$work/places/$place"
+    flock "$lock"
   done
 }
 
@@ -117,6 +127,7 @@ try() {
       status=0
       run_tests "$folder/tests" "$folder/output" 11 "$filter~[large]" || status=$?
       if ((status == 0)); then
+        take_all_places
         run_tests "$folder/tests" "$folder/output" 1 "$filter" || status=$?
       fi
       # Between two rules stands the name of a test, on one or more lines: last of the one that failed, before it of those

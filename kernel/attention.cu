@@ -14,7 +14,7 @@ namespace {
 
 // One compiled kernel and what the host has to know of it.
 struct Kernel {
-  const void* functions[paths]; // by Path
+  const void* functions[paths]; // by Path; none for Path::spread where that cannot be taken
   BodyTraits body;
   int tile_heads;
   int head_shift; // of the partial states
@@ -25,6 +25,14 @@ struct Kernel {
 // Devices that know how much shared memory a kernel may use.
 template <class Shape>
 std::atomic<std::uint64_t> prepared_devices[paths];
+
+// Whether Path::spread is one for the problem, if 8 warps share a piece of it. Not with a split size, or a row's bits
+// would depend on whether it is paged.
+bool can_spread(const KernelArguments& args, int padded_dim) {
+  const AttentionProblem& problem = args.problem;
+  return std::min(args.key_copy_bytes, args.value_copy_bytes) < 16 && !args.modified && problem.page_table == nullptr &&
+         problem.split_size == 0 && problem.head_dim + most_early <= padded_dim;
+}
 
 template <class Shape>
 Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
@@ -52,15 +60,18 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   // Shorter rows, more heads and copies that have to be mended take a warp about as long as 8 heads of full rows.
   const bool fast = args.problem.head_dim == Shape::padded_dim && Shape::head_blocks == 1 && team == 1 &&
                     std::min(args.key_copy_bytes, args.value_copy_bytes) == 16;
-  const int small_warps = team > 1 ? most_warps : std::min(most_warps, 4);
+  const bool spread = Shape::head_blocks == 1 && team == 1 && can_spread(args, Shape::padded_dim);
+  const int small_warps = team > 1 || spread ? most_warps : std::min(most_warps, 4);
   // The large shapes have more to do than to fetch instructions, and take long to compile.
   constexpr Path row = Shape::teams ? Path::general : Path::row;
   constexpr Path walk = Shape::teams ? Path::general : Path::walk;
+  constexpr Path spread_path = Shape::head_blocks == 1 ? Path::spread : Path::general;
   using TeamShape = TensorCoreShape<Shape::padded_dim, Shape::head_blocks, Shape::teams ? 2 : 1>;
   return {{team > 1 ? reinterpret_cast<const void*>(&tensor_core_attention<TeamShape, Path::plain>)
                     : reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, walk>),
+           spread ? reinterpret_cast<const void*>(&tensor_core_attention<Shape, spread_path>) : nullptr,
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, team, small_warps, wide || team > 1 || room < 2 * small_warps ? 1 : 2, small_warps, most_warps,
            16, output_chain_steps, true, fast ? 1 : 2},
@@ -73,7 +84,7 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
 template <class Shape>
 Kernel simt_kernel(bool plain) {
   const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
-  return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general, general},
+  return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general, nullptr, general},
           {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
            plain && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
           Shape::tile_heads,
@@ -217,7 +228,13 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   args.key_step = step * problem.key_stride_slot;
   args.value_step = step * problem.value_stride_slot;
   const SplitPlan& split = args.plan;
-  plan.path = !little ? Path::general : split.walk ? Path::walk : plain ? Path::plain : Path::row;
+  const bool spread = plan.kernel.functions[static_cast<int>(Path::spread)] != nullptr &&
+                      split.cluster_size * split.warps % 8 == 0; // that share a piece
+  plan.path = spread       ? Path::spread
+              : !little    ? Path::general
+              : split.walk ? Path::walk
+              : plain      ? Path::plain
+                           : Path::row;
   plan.single_step = select_single_step(args, device.traits);
   if (plan.single_step.function != nullptr) {
     return plan;

@@ -16,6 +16,30 @@ __device__ __forceinline__ std::uint32_t first_step(KeyRange piece) {
   return piece.begin / step_keys * step_keys;
 }
 
+// Rows of 16-bit elements that do not begin at multiples of 16 bytes have to be mended after they are copied by pieces
+// of 16, but rows that are 8 keys apart all begin equally far behind such a multiple. On Path::spread 8 warps share the
+// keys of 8 steps in turn, each every 8th of them, and leave their tiles as they come: early by a few elements, which
+// are somebody else's. The query has as many zeros in front, and of the output as many dims are left out.
+constexpr int most_early = 7; // elements
+
+template <Path path>
+constexpr int spread_shift = path == Path::spread ? 3 : 0; // log2 of the keys from one row of a tile to the next
+
+// First key of a warp, of those that go through a piece together, relative to the piece's first step.
+template <Path path>
+__device__ __forceinline__ std::uint32_t first_key_of(int warp) {
+  return path == Path::spread ? warp / 8 * (8 * step_keys) + warp % 8 : warp * step_keys;
+}
+
+// Elements by which tiles begin early whose first row is that of `key`.
+template <Path path>
+__device__ __forceinline__ int early_elements(const Cache& cache, std::uint32_t batch, std::uint32_t kv_head,
+                                              std::uint32_t key) {
+  const std::uint64_t row = reinterpret_cast<std::uint64_t>(cache.data) / sizeof(Element) + batch * cache.stride_page +
+                            kv_head * cache.stride_head + key * cache.stride_slot;
+  return path == Path::spread ? static_cast<int>(row % 8) : 0;
+}
+
 // A bit for each of the 16 rows of every stage.
 class StageRows {
 public:
@@ -47,8 +71,9 @@ struct CacheRing {
 // that multiply several tiles without asking which of them have keys.
 template <int padded_dim, Path path, bool fill>
 class CacheReader {
-  static constexpr bool may_page = path != Path::plain;
+  static constexpr bool may_page = path != Path::plain && path != Path::spread;
   static constexpr bool general = path == Path::general;
+  static constexpr bool spread = path == Path::spread;
   using Ring = CacheRing<padded_dim>;
   using Rounds = TileRounds<padded_dim>;
   static constexpr int row_lanes = Rounds::row_chunks; // lanes that share a row
@@ -73,8 +98,8 @@ public:
       find_page(stage);
     } else {
       spaced_ = true;
-      first_row_ = key_ < keys_.begin ? keys_.begin - key_ : 0;
-      rows_ = key_ < keys_.end ? min(keys_.end - key_, static_cast<std::uint32_t>(step_keys)) - first_row_ : 0;
+      first_row_ = key_ < keys_.begin ? rows_of(keys_.begin - key_) : 0;
+      rows_ = key_ < keys_.end ? min(rows_of(keys_.end - key_), static_cast<std::uint32_t>(step_keys)) - first_row_ : 0;
     }
     copy_tile(Ring::key_tile(stage), stage, keys_of(args_), key_side_);
   }
@@ -117,16 +142,27 @@ private:
   struct Side {
     const Element* row = nullptr; // this lane's part of the first of the coming step's rows, where they are spaced
     std::uint32_t early = 0;      // bytes that row lane % 16 was copied early by: eight bits for every stage
+    int lane_bytes = 0;           // that this lane copies of a spread row
   };
+
+  // Rows of a step that begin within its first `keys` keys.
+  static __device__ __forceinline__ std::uint32_t rows_of(std::uint32_t keys) {
+    return (keys + (1u << spread_shift<path>)-1) >> spread_shift<path>;
+  }
 
   // This lane's part of row 0 of its first chunk, in the page or batch entry `page`.
   __device__ __forceinline__ const Element* lane_row(const Cache& cache, std::int64_t page, std::int64_t slot) const {
     return static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head + page * cache.stride_page +
-           (slot + lane() / row_lanes) * cache.stride_slot + lane() % row_lanes * 8;
+           (slot + (lane() / row_lanes << spread_shift<path>)) * cache.stride_slot + lane() % row_lanes * 8;
   }
   __device__ __forceinline__ void point_at(std::int64_t page, std::int64_t slot) {
     key_side_.row = lane_row(keys_of(args_), page, slot);
     value_side_.row = lane_row(values_of(args_), page, slot);
+  }
+  __device__ __forceinline__ void begin_early(const Cache& cache, Side& side) const {
+    const int early = early_elements<path>(cache, batch_, kv_head_, key_);
+    side.row -= early;
+    side.lane_bytes = clamp_to_piece((early + static_cast<int>(args_.problem.head_dim)) * 2 - lane() % row_lanes * 16);
   }
 
   __device__ __forceinline__ void next_piece() {
@@ -148,6 +184,10 @@ private:
       slots_ahead_ = look_up(key_ + 2 * stride_);
     } else {
       point_at(batch_, key_);
+      if (spread) {
+        begin_early(keys_of(args_), key_side_);
+        begin_early(values_of(args_), value_side_);
+      }
     }
   }
 
@@ -176,7 +216,7 @@ private:
 
   // Address of row lane % 16 of the coming step; 0: nothing to read.
   __device__ __forceinline__ std::uint64_t own_row(const Cache& cache) const {
-    const std::uint32_t key = key_ + lane() % step_keys;
+    const std::uint32_t key = key_ + (lane() % step_keys << spread_shift<path>);
     const bool paged = may_page && args_.problem.page_table != nullptr;
     if (!is_in(keys_, key) || (paged && !page_exists(args_.problem, slot_.page))) {
       return 0;
@@ -192,8 +232,14 @@ private:
     const std::int64_t stride_slot = cache.stride_slot;
     const int copy_bytes = cache.copy_bytes;
     const Element* row = side.row;
+    const int lane_bytes = spread ? side.lane_bytes : lane_bytes_;
     if (!fill && rows_ == 0) {
       // The piece has ended.
+    } else if (spread && at_end(cache, row)) {
+      const int row_bytes = static_cast<int>(args_.problem.head_dim) * 2;
+      copy_rows_now<padded_dim>(ring_ + tile, own_row(cache), row_bytes,
+                                reinterpret_cast<std::uint64_t>(cache.last_row) + row_bytes,
+                                2 * early_elements<path>(cache, batch_, kv_head_, key_));
     } else if (spaced_ && (!general || copy_bytes == 16)) {
 #pragma unroll
       for (int i = 0; i < Rounds::rounds; ++i) {
@@ -202,8 +248,8 @@ private:
         // of 16.
         const std::uint32_t swizzled = lane_offset_ ^ (i * rows_at_once % 8 * 16);
         const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
-        copy_async(address_ + tile + swizzled + i * rows_at_once * 128, row, valid ? lane_bytes_ : 0);
-        row += rows_at_once * stride_slot;
+        copy_async(address_ + tile + swizzled + i * rows_at_once * 128, row, valid ? lane_bytes : 0);
+        row += rows_at_once * stride_slot << spread_shift<path>;
       }
     } else if (may_page) {
       const int row_bytes = static_cast<int>(args_.problem.head_dim) * 2;
@@ -217,7 +263,7 @@ private:
         // after the row. Nothing is read there, but the tools that look after memory see the address.
         const bool now = __any_sync(0xffffffffu, early + row_bytes > padded_dim * 2 || own + 28 > last_row);
         if (now) {
-          copy_rows_now<padded_dim>(ring_ + tile, own, row_bytes, last_row + row_bytes);
+          copy_rows_now<padded_dim>(ring_ + tile, own, row_bytes, last_row + row_bytes, 0);
         } else {
           copy_rows<padded_dim, false>(ring_ + tile, own, row_bytes);
         }
@@ -225,6 +271,13 @@ private:
       }
     }
     __pipeline_commit();
+  }
+
+  // Whether spread rows lie so near the end of the caller's memory that pieces of 16 bytes may be more than there is.
+  // row: this lane's part of the first one.
+  __device__ __forceinline__ bool at_end(const Cache& cache, const Element* row) const {
+    const std::int64_t left = static_cast<const Element*>(cache.last_row) - row;
+    return __any_sync(0xffffffffu, left < ((step_keys - 1) * cache.stride_slot << spread_shift<path>)+3 * most_early);
   }
 
   __device__ __forceinline__ void align_tile(int tile, int stage, int copy_bytes, const Side& side) const {

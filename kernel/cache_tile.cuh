@@ -64,6 +64,11 @@ struct TileRounds {
   static __device__ __forceinline__ int chunk() { return static_cast<int>(threadIdx.x) % row_chunks; }
 };
 
+// Bytes to copy of a piece where `left` are left from its begin on.
+__device__ __forceinline__ int clamp_to_piece(int left) {
+  return max(0, min(16, left));
+}
+
 // Copies of 16 rows that lie anywhere: lane l knows the begin of row l % 16, as an address; 0: nothing to read. Out of
 // line and with plain arguments, so that the fast path stays small and in registers.
 //
@@ -83,7 +88,7 @@ __device__ __noinline__ void copy_rows(unsigned char* tile, std::uint64_t own_ro
     const int left = __shfl_sync(0xffffffffu, own_bytes, row) - byte;
     // Where nothing is valid nothing is read, so the address does not matter.
     copy_async(address + CacheTile<padded_dim>::chunk_offset(row, byte / 16), reinterpret_cast<const void*>(piece),
-               whole ? (left > 0 ? 16 : 0) : max(0, min(16, left)));
+               whole ? (left > 0 ? 16 : 0) : clamp_to_piece(left));
   }
 }
 
@@ -161,9 +166,10 @@ __device__ __forceinline__ uint4 load_piece(std::uint64_t piece, std::uint64_t b
 
 // Through registers to where they belong, and done when it returns: for rows that leave no room for being early, and
 // for the last ones before the end of the caller's memory, after which not even a part of a piece may be asked for.
+// left_early: bytes that rows stay early by, or 0.
 template <int padded_dim>
 __device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t own_row, int row_bytes,
-                                           std::uint64_t memory_end) {
+                                           std::uint64_t memory_end, int left_early) {
   using Rounds = TileRounds<padded_dim>;
   constexpr int batch = Rounds::rounds < 8 ? Rounds::rounds : 8; // rounds whose reads are under way together
   const std::uint32_t address = shared_address(tile);
@@ -172,7 +178,7 @@ __device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t ow
   std::uint32_t bits[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int left = row_bytes - byte - i * 4;
+    const int left = left_early + row_bytes - byte - i * 4;
     bits[i] = left >= 4 ? 0xffffffffu : left == 2 ? 0xffffu : 0u;
   }
 #pragma unroll 1
@@ -189,7 +195,7 @@ __device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t ow
     }
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
-      const uint4 x = bytes_from(low[i], high[i], early[i]);
+      const uint4 x = bytes_from(low[i], high[i], early[i] - left_early);
       store_shared(address + CacheTile<padded_dim>::chunk_offset(Rounds::row(first + i), byte / 16),
                    make_uint4(x.x & bits[0], x.y & bits[1], x.z & bits[2], x.w & bits[3]));
     }

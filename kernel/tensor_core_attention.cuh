@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   const int own_tile = warp & (team - 1);
   // Warps that go through the steps together begin with their first one's keys: with teams, all warps of the block.
   const int first_warp = team > 1 ? 0 : warp;
-  const std::uint32_t first_key = (rank * warps + first_warp) * step_keys;
+  const std::uint32_t first_key = first_key_of<path>(rank * warps + first_warp);
   const std::uint32_t team_key = (warp - own_tile - first_warp) * step_keys; // of the team, from there
   const auto meet = [team] {
     if (team > 1) {
@@ -72,8 +72,11 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __syncthreads(); // staging is free again
     }
     const Heads own_heads = tile_of(heads, own_tile, Shape::tile_heads);
+    std::uint32_t key = first_step(piece.keys) + first_key;
+    const int key_early = early_elements<path>(keys_of(args), piece.batch, heads.kv_head, key);
+    const int value_early = early_elements<path>(values_of(args), piece.batch, heads.kv_head, key);
     std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
-    load_queries<Shape>(args, piece, own_heads, queries);
+    load_queries<Shape>(args, piece, own_heads, key_early, queries);
     if (first) {
 #pragma unroll 1
       for (int ahead = 0; ahead < Ring::stages; ++ahead) {
@@ -95,7 +98,6 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     const WarpStates states{reinterpret_cast<float*>(walk ? area : shared),
                             (walk ? Shape::staging_bytes : Ring::warp_bytes) / 4, Shape::tile_heads, Shape::head_shift,
                             team_shift};
-    std::uint32_t key = first_step(piece.keys) + first_key;
     if (modified) {
       modifiers.begin_piece(problem, piece, own_heads);
       modifiers.load_mask(problem, piece, key);
@@ -127,7 +129,8 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         unsigned excluded = 0; // of the first tile: with a mask there are no teams
 #pragma unroll
         for (int i = 0; i < Shape::tiles_at_once; ++i) {
-          multiply_keys<Shape>(half, first_key_tile + i * Ring::warp_bytes, key_rows, queries, scores[i]);
+          multiply_keys<Shape>(half, first_key_tile + i * Ring::warp_bytes, key_rows, own_bits(key_early), queries,
+                               scores[i]);
           const unsigned missing = path == Path::plain ? 0u
                                    : Shape::teams      ? missing_keys[warp - own_tile + first_tile + i]
                                                        : reader.missing(stage);
@@ -142,8 +145,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
           } else {
             scale_scores<Shape>(problem.scale, scores[i]);
           }
-          if (missing != 0 || tile_key < piece.keys.begin || tile_key + step_keys > piece.keys.end) {
-            replace_scores<Shape>(piece.keys, tile_key, missing, excluded, scores[i]);
+          if (missing != 0 || tile_key < piece.keys.begin ||
+              tile_key + ((step_keys - 1) << spread_shift<path>) >= piece.keys.end) {
+            replace_scores<Shape, path>(piece.keys, tile_key, missing, excluded, scores[i]);
           }
         }
         softmax_step<Shape>(scores, state);
@@ -177,7 +181,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       reader.advance();
       stage = stage + 1 == Ring::stages ? 0 : stage + 1;
       if (walk && state.chains >= output_chain_steps / state_chain_steps) {
-        stage_state<Shape>(states, staged, state);
+        stage_state<Shape>(states, staged, value_early, state);
         staged = true;
       }
     }
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __pipeline_wait_prior(0);
       __syncwarp();
     }
-    stage_state<Shape>(states, may_walk<path> && staged, state);
+    stage_state<Shape>(states, may_walk<path> && staged, value_early, state);
     finish_piece<false>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, area});
   }
 }

@@ -81,16 +81,18 @@ struct TensorCoreState {
   }
 };
 
-// Two consecutive query elements as they enter the matrix instruction; zeros past head_dim.
+// Two consecutive query elements as they enter the matrix instruction; zeros before the first and past head_dim.
 __device__ __forceinline__ std::uint32_t query_pair(const Element* row, int dim, int head_dim) {
-  const std::uint32_t low = dim < head_dim ? __ldg(row + dim) : 0;
-  const std::uint32_t high = dim + 1 < head_dim ? __ldg(row + dim + 1) : 0;
+  const std::uint32_t low = dim >= 0 && dim < head_dim ? __ldg(row + dim) : 0;
+  const std::uint32_t high = dim >= -1 && dim + 1 < head_dim ? __ldg(row + dim + 1) : 0;
   return low | high << 16;
 }
 
-// queries[block][2 k], [2 k + 1]: the B fragments of dims 16 k .. 16 k + 15, heads 8 block .. 8 block + 7.
+// queries[block][2 k], [2 k + 1]: the B fragments of dims 16 k .. 16 k + 15, heads 8 block .. 8 block + 7, of rows that
+// begin with `early` zeros.
 template <class Shape>
 __device__ __forceinline__ void load_queries(const KernelArguments& args, const Piece& piece, const Heads& heads,
+                                             int early,
                                              std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps]) {
   const AttentionProblem& problem = args.problem;
   const int lane = threadIdx.x % 32;
@@ -101,7 +103,7 @@ __device__ __forceinline__ void load_queries(const KernelArguments& args, const 
     const int head_dim = head < heads.count ? static_cast<int>(problem.head_dim) : 0;
     const Element* row = static_cast<const Element*>(problem.query) + piece.batch * problem.query_stride_batch +
                          (heads.first_query_head + head) * problem.query_stride_head;
-    if (args.query_copy_bytes == 16) { // pairs are aligned and none straddles head_dim
+    if (args.query_copy_bytes == 16 && early == 0) { // pairs are aligned and none straddles head_dim
       const auto* pairs = reinterpret_cast<const std::uint32_t*>(row + first_dim);
 #pragma unroll
       for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
@@ -110,10 +112,16 @@ __device__ __forceinline__ void load_queries(const KernelArguments& args, const 
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
-        queries[block][i] = query_pair(row, i * 8 + first_dim, head_dim);
+        queries[block][i] = query_pair(row, i * 8 + first_dim - early, head_dim);
       }
     }
   }
+}
+
+// Which bits of this lane's pair of a tile's first 8 dims are a key's, in tiles that begin `early` elements before it.
+__device__ __forceinline__ std::uint32_t own_bits(int early) {
+  const int dim = threadIdx.x % 4 * 2;
+  return (dim >= early ? 0xffffu : 0u) | (dim + 1 >= early ? 0xffff0000u : 0u);
 }
 
 // Where this lane's row addresses for load_matrices lie in a tile: chunk 2 j (+ 1) of its row, for the four j of a
@@ -134,7 +142,7 @@ struct MatrixRows {
 
 template <class Shape, bool half>
 __device__ __forceinline__ void
-multiply_keys_of(const unsigned char* key_tile, const MatrixRows& rows,
+multiply_keys_of(const unsigned char* key_tile, const MatrixRows& rows, std::uint32_t first_bits,
                  const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
                  float (&scores)[Shape::head_blocks][4]) {
   float chains[2][Shape::head_blocks][4] = {}; // two independent chains of additions
@@ -142,6 +150,10 @@ multiply_keys_of(const unsigned char* key_tile, const MatrixRows& rows,
   for (int k = 0; k < Shape::dim_steps; ++k) {
     std::uint32_t keys[4];
     load_matrices<false>(keys, rows.template address<typename Shape::Ring>(key_tile, k));
+    if (k == 0) {
+      keys[0] &= first_bits;
+      keys[1] &= first_bits;
+    }
 #pragma unroll
     for (int block = 0; block < Shape::head_blocks; ++block) {
       multiply_add<half>(chains[k % 2][block], keys, queries[block][2 * k], queries[block][2 * k + 1]);
@@ -156,14 +168,16 @@ multiply_keys_of(const unsigned char* key_tile, const MatrixRows& rows,
   }
 }
 
+// first_bits: see own_bits().
 template <class Shape>
 __device__ __forceinline__ void multiply_keys(bool half, const unsigned char* key_tile, const MatrixRows& rows,
+                                              std::uint32_t first_bits,
                                               const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
                                               float (&scores)[Shape::head_blocks][4]) {
   if (half) {
-    multiply_keys_of<Shape, true>(key_tile, rows, queries, scores);
+    multiply_keys_of<Shape, true>(key_tile, rows, first_bits, queries, scores);
   } else {
-    multiply_keys_of<Shape, false>(key_tile, rows, queries, scores);
+    multiply_keys_of<Shape, false>(key_tile, rows, first_bits, queries, scores);
   }
 }
 
@@ -206,7 +220,7 @@ __device__ __forceinline__ void scale_scores(float scale, float (&scores)[Shape:
 
 // Scores of keys that are not in the piece become -inf, others NaN if their page does not exist. missing: a bit for
 // each of the step's keys; excluded: one for each of this lane's scores, of keys whose page is not asked for.
-template <class Shape>
+template <class Shape, Path path>
 __device__ __forceinline__ void replace_scores(KeyRange keys, std::uint32_t first_key, unsigned missing,
                                                unsigned excluded, float (&scores)[Shape::head_blocks][4]) {
 #pragma unroll
@@ -214,7 +228,7 @@ __device__ __forceinline__ void replace_scores(KeyRange keys, std::uint32_t firs
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const unsigned row = threadIdx.x % 32 / 4 + i / 2 * 8;
-      const bool in_piece = is_in(keys, first_key + row);
+      const bool in_piece = is_in(keys, first_key + (row << spread_shift<path>));
       const bool lost = (missing >> row & 1) != 0 && (excluded >> (block * 4 + i) & 1) == 0;
       scores[block][i] = !in_piece ? negative_infinity : lost ? __int_as_float(0x7fffffff) : scores[block][i];
     }
@@ -307,8 +321,10 @@ __device__ __forceinline__ void pack_weights(bool half, const float (&scores)[Sh
 
 // Leave this warp's state in shared memory, summed over the warp's lanes. staged: the output of earlier steps has been
 // left there, which this adds to. What that rounds off stays in `state`, see add_chain(), and can go on from there.
+// early: dims in front that are left out.
 template <class Shape>
-__device__ __forceinline__ void stage_state(const WarpStates& warps, bool staged, TensorCoreState<Shape>& state) {
+__device__ __forceinline__ void stage_state(const WarpStates& warps, bool staged, int early,
+                                            TensorCoreState<Shape>& state) {
   const int lane = threadIdx.x % 32;
   const int warp = static_cast<int>(threadIdx.x / 32);
 #pragma unroll
@@ -329,11 +345,14 @@ __device__ __forceinline__ void stage_state(const WarpStates& warps, bool staged
       if (lane / 4 == 0) {
         warps.state(warp, head) = make_float2(state.max_score[block][h], sum);
       }
-      float* const values = warps.values(warp, head) + lane / 4;
+      float* const values = warps.values(warp, head) + lane / 4 - early;
 #pragma unroll
       for (int m = 0; m < Shape::dim_steps; ++m) {
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
+          if (m + upper == 0 && lane / 4 < early) {
+            continue;
+          }
           float& value = values[m * 16 + upper * 8];
           float& output = state.output[block][m][upper * 2 + h];
           value = staged ? add_chain(value * factor, output) : output;

@@ -13,12 +13,13 @@ enum class Path {
   plain,  // by row, a contiguous cache, 16-byte copies, no lengths, no modifiers
   row,    // the same with lengths or a page table
   walk,   // the same in a walk
+  spread, // a contiguous cache of 16-bit rows of any alignment, no modifiers: see cache_ring.cuh
   general // everything
 };
-constexpr int paths = 4;
+constexpr int paths = 5;
 
 template <Path path>
-constexpr bool may_walk = path == Path::walk || path == Path::general;
+constexpr bool may_walk = path == Path::walk || path == Path::spread || path == Path::general;
 
 // Counters at the start of every workspace, zero between calls; partial states follow them.
 constexpr std::uint32_t workspace_counters = 4096;

@@ -1,6 +1,7 @@
 #include "attention_case.h"
 
 #include <array>
+#include <cmath>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
@@ -176,6 +177,20 @@ AttentionCase parse_case(const std::string& line) {
     }
   }
   return result;
+}
+
+AttentionCase sized(DataType dtype, std::int64_t batch, std::int64_t kv_heads, std::int64_t group, std::int64_t keys,
+                    std::int64_t head_dim) {
+  AttentionCase c;
+  c.dtype = dtype;
+  c.batch = batch;
+  c.kv_heads = kv_heads;
+  c.query_heads = kv_heads * group;
+  c.keys = keys;
+  c.head_dim = head_dim;
+  c.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim)));
+  c.key_magnitude = 4;
+  return c;
 }
 
 } // namespace single_query::test

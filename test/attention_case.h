@@ -81,6 +81,10 @@ struct AttentionCase {
   std::int64_t capacity() const { return page_size > 0 ? max_pages() * page_size : keys; }
 };
 
+// Dense tensors of that shape, with the usual scale and scores of some size. group: query heads per key/value head.
+AttentionCase sized(DataType dtype, std::int64_t batch, std::int64_t kv_heads, std::int64_t group, std::int64_t keys,
+                    std::int64_t head_dim);
+
 // "name=value ..." of what differs from the defaults above; parse_case reads it back. Throws std::invalid_argument for
 // a name or a value that there is none of.
 std::string to_line(const AttentionCase& attention_case);

@@ -1,5 +1,6 @@
 #include "check_case.h"
 
+#include "device_kernels.h"
 #include "reference_device.h"
 
 #include <cstring>
@@ -19,10 +20,18 @@ bool same_bits(const Result& a, const Result& b) {
           (a.lse.size() == b.lse.size() && std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)) == 0));
 }
 
-// Calls again over results poisoned otherwise, and expects what the first call gave.
-void expect_again(Placement& placement, Fill fill, const Result& first, const char* how,
-                  const std::function<void()>& again) {
+// What a call must not rely on: what is in the results, and on the GPU in shared memory.
+void poison(Placement& placement, Fill fill, Device device) {
   placement.poison_results(fill);
+  if (device == Device::cuda) {
+    poison_shared_memory(shared_stream().get());
+  }
+}
+
+// Calls again over results poisoned otherwise, and expects what the first call gave.
+void expect_again(Placement& placement, Device device, Fill fill, const Result& first, const char* how,
+                  const std::function<void()>& again) {
+  poison(placement, fill, device);
   again();
   if (!same_bits(first, placement.results())) {
     throw std::runtime_error(std::string("other bits ") + how);
@@ -34,7 +43,7 @@ Comparison checked(const AttentionData& data, Device device) {
   const Fill second = next(c.fill);
   const Fill third = next(second);
   Placement placement(data, device);
-  placement.poison_results(c.fill);
+  poison(placement, c.fill, device);
   call(placement.problem, device, {c.fill});
   const Result first = placement.results();
   // On the GPU, unless the keys that are allocated are far more than there can be in memory.
@@ -47,18 +56,18 @@ Comparison checked(const AttentionData& data, Device device) {
 
   float* const lse = placement.problem.lse;
   placement.problem.lse = nullptr;
-  expect_again(placement, second, first, "without lse, over other poison", [&] {
+  expect_again(placement, device, second, first, "without lse, over other poison", [&] {
     call(placement.problem, device, {second, one_by_one()});
   });
   placement.problem.lse = lse;
   if (device == Device::cpu) {
-    expect_again(placement, third, first, "on several threads", [&] {
+    expect_again(placement, device, third, first, "on several threads", [&] {
       call(placement.problem, device, {third, threads(3)});
     });
   } else {
     const Graph graph(shared_stream(), [&] { launch(placement.problem, shared_stream(), shared_workspace()); });
     for (int replay = 0; replay < 2; ++replay) {
-      expect_again(placement, third, first, "replayed from a graph", [&] {
+      expect_again(placement, device, third, first, "replayed from a graph", [&] {
         graph.replay(shared_stream());
         shared_stream().wait();
       });

@@ -9,20 +9,6 @@ namespace {
 
 const std::vector<DataType> dtypes = {DataType::float32, DataType::float16, DataType::bfloat16};
 
-AttentionCase sized(DataType dtype, std::int64_t batch, std::int64_t kv_heads, std::int64_t group, std::int64_t keys,
-                    std::int64_t head_dim) {
-  AttentionCase c;
-  c.dtype = dtype;
-  c.batch = batch;
-  c.kv_heads = kv_heads;
-  c.query_heads = kv_heads * group;
-  c.keys = keys;
-  c.head_dim = head_dim;
-  c.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim)));
-  c.key_magnitude = 4;
-  return c;
-}
-
 } // namespace
 
 TEST_ON_EACH_DEVICE("Every head_dim and number of keys agrees with double") {
@@ -189,68 +175,6 @@ TEST_ON_EACH_DEVICE("One key and value for all slots agrees with double") {
   }
 }
 
-TEST_ON_EACH_DEVICE("However many equal terms one block sums up, they agree with double", "[large]") {
-  const auto expect_within_gate = [&](const AttentionData& data) {
-    const Comparison comparison = check(data, device);
-    INFO(to_line(data.attention_case()));
-    INFO(comparison.failure);
-    CHECK(comparison.passed());
-    CHECK(comparison.worst_gate <= 1);
-  };
-  const auto in_one_split = [](DataType dtype, std::int64_t group, std::int64_t keys, std::int64_t head_dim) {
-    AttentionCase c = sized(dtype, 1, 1, group, keys, head_dim);
-    c.split_size = keys;
-    c.scale = 0;
-    return c;
-  };
-  for (const std::int64_t group : {1, 4}) {
-    for (const std::int64_t head_dim : {3, 128}) {
-      for (const std::int64_t keys : {64, 500, 3000, 20'000}) {
-        AttentionCase c = in_one_split(DataType::float32, group, keys, head_dim);
-        c.key.shared = c.value.shared = "s";
-        expect_within_gate(AttentionData(c));
-      }
-    }
-  }
-  AttentionCase c = in_one_split(DataType::float32, 1, 1 << 20, 3);
-  c.key.shared = c.value.shared = "s";
-  expect_within_gate(AttentionData(c));
-  c.split_size = 64; // many splits, each of them a term
-  expect_within_gate(AttentionData(c));
-  // Weights that are equal and not 1, so that their sum rounds too.
-  for (const DataType dtype : dtypes) {
-    c = in_one_split(dtype, 1, 1 << 20, 2);
-    c.scale = 1;
-    AttentionData data(c);
-    std::vector<double> scores(1 << 20, 0.0);
-    scores[0] = 0.7;
-    data.set_scores(0, 0, scores, std::vector<double>(1 << 20, 0.6));
-    expect_within_gate(data);
-  }
-  // Of so many query heads every warp takes all keys itself, and tensor cores round towards zero.
-  for (const DataType dtype : dtypes) {
-    c = in_one_split(dtype, 65, 1 << 19, 2);
-    c.key.shared = c.value.shared = "s";
-    c.value_mean = 0.6;
-    c.value_magnitude = 0;
-    expect_within_gate(AttentionData(c));
-  }
-}
-
-TEST_ON_EACH_DEVICE("An infinite value stays one, however many keys come after it") {
-  for (const std::int64_t head_dim : {3, 128}) {
-    for (const std::int64_t group : {1, 4}) {
-      for (const std::int64_t split_size : {32, 10'000}) {
-        AttentionCase c = sized(DataType::float32, 1, 1, group, 10'000, head_dim);
-        c.split_size = split_size;
-        AttentionData data(c);
-        data.set_value(0, 0, 0, 0, INFINITY);
-        expect_pass(data, device);
-      }
-    }
-  }
-}
-
 TEST_ON_EACH_DEVICE("Strides of axes of size 1 do not matter") {
   for (const DataType dtype : dtypes) {
     for (const std::int64_t keys : {1, 70}) {
@@ -289,9 +213,8 @@ TEST_ON_EACH_DEVICE("A split size whose workspace has no size in 64 bits is refu
   problem.split_size = 1;
   problem.query = problem.key = problem.value = reinterpret_cast<const void*>(0x10000);
   problem.output = reinterpret_cast<void*>(0x200000000000); // nothing is read or written there
-  const std::string message = refusal([&] {
-    device == Device::cpu ? attention_on_host_workspace_bytes(problem) : attention_workspace_bytes(problem);
-  });
+  const std::string message = refusal(
+      [&] { device == Device::cpu ? attention_on_host_workspace_bytes(problem) : attention_workspace_bytes(problem); });
   CHECK(message == "attention: split_size is 1: the workspace for so many splits does not fit into 64 bits");
 }
 

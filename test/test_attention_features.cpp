@@ -11,10 +11,13 @@ namespace {
 
 const std::vector<std::string> dtypes = {"dtype=float32 ", "dtype=float16 ", "dtype=bfloat16 "};
 
-// The first takes the fast paths, the second none of them.
+// The first takes the fast paths, the second none of them, the third those for the few keys of single query heads, and
+// of the fourth's query heads the warps form teams.
 const std::vector<std::string> bases = {
     "batch=4 query_heads=8 kv_heads=2 keys=531 head_dim=64 scale=0.125 key_magnitude=4 ",
-    "batch=3 query_heads=9 kv_heads=3 keys=70 head_dim=45 scale=0.15 key_magnitude=4 key=bsh value=bsh@1 query=bh+1 "};
+    "batch=3 query_heads=9 kv_heads=3 keys=70 head_dim=45 scale=0.15 key_magnitude=4 key=bsh value=bsh@1 query=bh+1 ",
+    "batch=2 query_heads=3 kv_heads=3 keys=100 head_dim=32 scale=0.2 key_magnitude=4 ",
+    "batch=9 query_heads=24 kv_heads=1 keys=90 head_dim=16 scale=0.25 key_magnitude=4 "};
 
 void sweep_features(Device device, const std::vector<std::string>& features) {
   Sweep sweep(device);
@@ -46,6 +49,21 @@ TEST_ON_EACH_DEVICE("Pages agree with double") {
   features.push_back("lengths=b page_table=pb@3 page_size=16 spare_pages=5 length_kind=mixed");
   features.push_back("lengths=b page_table=bp+2 page_size=16 fill=infinity length_kind=brief");
   sweep_features(device, features);
+}
+
+// One block takes a whole row, so that every warp goes through many pages.
+TEST_ON_EACH_DEVICE("Pages agree with double over many steps") {
+  Sweep sweep(device);
+  for (const std::string& dtype : dtypes) {
+    for (const char* heads : {"query_heads=2 kv_heads=2 ", "query_heads=8 kv_heads=2 ", "query_heads=40 kv_heads=1 "}) {
+      for (const char* pages : {"page_size=16", "page_size=48 length_kind=full", "page_size=7", "page_size=1"}) {
+        sweep.add(parse_case(dtype + heads + pages +
+                             " batch=2 keys=2000 split_size=2000 head_dim=64 scale=0.125 "
+                             "key_magnitude=4 lengths=b page_table=bp"));
+      }
+    }
+  }
+  sweep.finish();
 }
 
 TEST_ON_EACH_DEVICE("Windows agree with double") {
@@ -240,18 +258,21 @@ TEST_ON_EACH_DEVICE("A row without keys has output 0 and the sink as log-sum-exp
 
 TEST_ON_EACH_DEVICE("A page outside the pool makes its row NaN and touches no other") {
   for (const std::string& dtype : dtypes) {
-    for (const std::int32_t page :
-         {-1, 18, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}) {
-      for (const std::int64_t entry : {0, 2, 4}) {
-        AttentionData data(parse_case(dtype + "batch=3 query_heads=4 kv_heads=2 keys=90 head_dim=64 lengths=b "
-                                              "length_kind=full page_table=bp page_size=16"));
-        data.set_page(1, entry, page);
-        expect_pass(data, device);
-        const Result result = run(data, device);
-        CHECK(std::isnan(output_at(result, 4)));
-        CHECK(std::isnan(result.lse[7]));
-        data.set_length(1, entry * 16); // now no key needs it
-        expect_pass(data, device);
+    for (const std::int64_t group : {2, 1, 24}) {
+      for (const std::int32_t page :
+           {-1, 18, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}) {
+        for (const std::int64_t entry : {0, 2, 3, 4}) {
+          AttentionData data(parse_case(dtype + "query_heads=" + std::to_string(2 * group) +
+                                        " batch=3 kv_heads=2 keys=90 head_dim=64 lengths=b length_kind=full "
+                                        "page_table=bp page_size=16"));
+          data.set_page(1, entry, page);
+          expect_pass(data, device);
+          const Result result = run(data, device);
+          CHECK(std::isnan(output_at(result, 2 * group)));
+          CHECK(std::isnan(result.lse[static_cast<std::size_t>(4 * group - 1)]));
+          data.set_length(1, entry * 16); // now no key needs it
+          expect_pass(data, device);
+        }
       }
     }
   }

@@ -171,43 +171,49 @@ TEST_ON_EACH_DEVICE("A23: more than 65,535 batch entries and heads", "[large]") 
 
 TEST_ON_EACH_DEVICE("A24: offsets past 2^31 elements over the batch", "[large]") {
   constexpr std::int64_t stride = std::int64_t{1} << 30;
-  constexpr std::int64_t row = 2 * 128; // keys x head_dim
-  constexpr std::size_t bytes = (2 * stride + row) * 2;
-  SparseMemory key(device, bytes);
-  SparseMemory value(device, bytes);
-  if (key.data() == nullptr || value.data() == nullptr) {
-    WARN("not run: 9 GB of memory are not to be had");
-    return;
+  constexpr std::int64_t row = 2 * 128;                                         // keys x head_dim
+  const std::vector<std::uint16_t> numbers = random_halves(2 * 3 * 3 * row, 1); // pairs of them are floats as well
+  for (const DataType dtype : {DataType::float16, DataType::float32}) {
+    const std::size_t element = format_of(dtype).bytes;
+    SparseMemory key(device, (2 * stride + row) * element);
+    SparseMemory value(device, (2 * stride + row) * element);
+    if (key.data() == nullptr || value.data() == nullptr) {
+      WARN("not run: " << 4 * stride * element / 1'000'000'000 << " GB of memory are not to be had");
+      continue;
+    }
+    const auto* bytes = reinterpret_cast<const std::byte*>(numbers.data());
+    for (std::int64_t b = 0; b < 3; ++b) {
+      key.upload(bytes + index(b * row) * element, row * element, index(b * stride) * element);
+      value.upload(bytes + index((3 + b) * row) * element, row * element, index(b * stride) * element);
+    }
+    Memory query(device, 3 * row * element);
+    query.upload(bytes + index(6 * row) * element, query.size());
+    Memory dense_key(device, 3 * row * element);
+    Memory dense_value(device, 3 * row * element);
+    dense_key.upload(bytes, dense_key.size());
+    dense_value.upload(bytes + index(3 * row) * element, dense_value.size());
+    for (const std::int64_t group : {1, 2}) {
+      AttentionProblem p = contiguous_problem(dtype, 3, group, 1, 2, 128);
+      Result results[2];
+      for (const bool strided : {true, false}) {
+        Result& result = results[strided];
+        result = {dtype, 3 * group, 128, std::vector<std::byte>(index(3 * group * 128) * element),
+                  std::vector<float>(index(3 * group))};
+        Memory output(device, result.output.size());
+        Memory lse(device, result.lse.size() * sizeof(float));
+        p.query = query.data();
+        p.output = output.data();
+        p.lse = reinterpret_cast<float*>(lse.data());
+        p.key = strided ? key.data() : dense_key.data();
+        p.value = strided ? value.data() : dense_value.data();
+        p.key_stride_page = p.value_stride_page = strided ? stride : row;
+        call(p, device);
+        output.download(result.output.data(), result.output.size());
+        lse.download(result.lse.data(), result.lse.size() * sizeof(float));
+      }
+      CHECK(same_rows(results[0], 0, results[1], 0, 3 * group));
+    }
   }
-  const std::vector<std::uint16_t> numbers = random_halves(3 * 3 * row, 1);
-  for (std::int64_t b = 0; b < 3; ++b) {
-    key.upload(&numbers[index(b * row)], row * 2, index(b * stride * 2));
-    value.upload(&numbers[index((3 + b) * row)], row * 2, index(b * stride * 2));
-  }
-  Memory query(device, 3 * 128 * 2);
-  query.upload(&numbers[index(6 * row)], query.size());
-  AttentionProblem p = contiguous_problem(DataType::float16, 3, 1, 1, 2, 128);
-  Result results[2];
-  for (const bool strided : {true, false}) {
-    Memory dense_key(device, 3 * row * 2);
-    Memory dense_value(device, 3 * row * 2);
-    dense_key.upload(numbers.data(), dense_key.size());
-    dense_value.upload(&numbers[index(3 * row)], dense_value.size());
-    Result& result = results[strided];
-    result = {DataType::float16, 3, 128, std::vector<std::byte>(3 * 128 * 2), std::vector<float>(3)};
-    Memory output(device, result.output.size());
-    Memory lse(device, 3 * sizeof(float));
-    p.query = query.data();
-    p.output = output.data();
-    p.lse = reinterpret_cast<float*>(lse.data());
-    p.key = strided ? key.data() : dense_key.data();
-    p.value = strided ? value.data() : dense_value.data();
-    p.key_stride_page = p.value_stride_page = strided ? stride : row;
-    call(p, device);
-    output.download(result.output.data(), result.output.size());
-    lse.download(result.lse.data(), lse.size());
-  }
-  CHECK(same_rows(results[0], 0, results[1], 0, 3));
 }
 
 TEST_ON_EACH_DEVICE("A25: a page whose offset is past 2^31 elements", "[large]") {
@@ -224,33 +230,34 @@ TEST_ON_EACH_DEVICE("A25: a page whose offset is past 2^31 elements", "[large]")
   cache.upload(numbers.data(), page * 2, (pages - 1) * page * 2);
   Memory query(device, query_numbers.size() * 2);
   query.upload(query_numbers.data(), query.size());
-  const std::int32_t length = 13;
-  Memory lengths(device, sizeof(length));
-  lengths.upload(&length, sizeof(length));
+  Memory lengths(device, sizeof(std::int32_t));
   AttentionProblem p = contiguous_problem(DataType::float16, 1, 64, 32, 16, 128);
   p.pages = pages;
   p.key_stride_page = p.value_stride_page = page;
   p.key_stride_slot = p.value_stride_slot = 32 * 128;
   p.key_stride_head = p.value_stride_head = 128;
-  Result results[2];
-  for (const std::int32_t entry : {0, static_cast<std::int32_t>(pages - 1)}) {
-    Memory table(device, sizeof(entry));
-    table.upload(&entry, sizeof(entry));
-    Result& result = results[entry != 0];
-    result = {DataType::float16, 64, 128, std::vector<std::byte>(64 * 128 * 2), std::vector<float>(64)};
-    Memory output(device, result.output.size());
-    Memory lse(device, 64 * sizeof(float));
-    p.query = query.data();
-    p.key = p.value = cache.data();
-    p.page_table = reinterpret_cast<const std::int32_t*>(table.data());
-    p.lengths = lengths.data();
-    p.output = output.data();
-    p.lse = reinterpret_cast<float*>(lse.data());
-    call(p, device);
-    output.download(result.output.data(), result.output.size());
-    lse.download(result.lse.data(), lse.size());
+  for (const std::int32_t length : {13, 16}) { // the page's last slots unused, and a full page
+    lengths.upload(&length, sizeof(length));
+    Result results[2];
+    for (const std::int32_t entry : {0, static_cast<std::int32_t>(pages - 1)}) {
+      Memory table(device, sizeof(entry));
+      table.upload(&entry, sizeof(entry));
+      Result& result = results[entry != 0];
+      result = {DataType::float16, 64, 128, std::vector<std::byte>(64 * 128 * 2), std::vector<float>(64)};
+      Memory output(device, result.output.size());
+      Memory lse(device, 64 * sizeof(float));
+      p.query = query.data();
+      p.key = p.value = cache.data();
+      p.page_table = reinterpret_cast<const std::int32_t*>(table.data());
+      p.lengths = lengths.data();
+      p.output = output.data();
+      p.lse = reinterpret_cast<float*>(lse.data());
+      call(p, device);
+      output.download(result.output.data(), result.output.size());
+      lse.download(result.lse.data(), lse.size());
+    }
+    CHECK(same_rows(results[0], 0, results[1], 0, 64));
   }
-  CHECK(same_rows(results[0], 0, results[1], 0, 64));
 }
 
 TEST_ON_EACH_DEVICE("A27: query heads that are no multiple of the KV heads are refused by name") {

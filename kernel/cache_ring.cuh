@@ -25,6 +25,9 @@ constexpr int most_early = 7; // elements
 template <Path path>
 constexpr int spread_shift = path == Path::spread ? 3 : 0; // log2 of the keys from one row of a tile to the next
 
+template <Path path>
+constexpr int tile_keys = ((step_keys - 1) << spread_shift<path>)+1; // from a tile's first key to its last
+
 // First key of a warp, of those that go through a piece together, relative to the piece's first step.
 template <Path path>
 __device__ __forceinline__ std::uint32_t first_key_of(int warp) {
@@ -147,7 +150,8 @@ private:
 
   // Rows of a step that begin within its first `keys` keys.
   static __device__ __forceinline__ std::uint32_t rows_of(std::uint32_t keys) {
-    return (keys + (1u << spread_shift<path>)-1) >> spread_shift<path>;
+    constexpr std::uint32_t spacing = 1u << spread_shift<path>;
+    return (keys + spacing - 1) / spacing;
   }
 
   // This lane's part of row 0 of its first chunk, in the page or batch entry `page`.
@@ -273,11 +277,12 @@ private:
     __pipeline_commit();
   }
 
-  // Whether spread rows lie so near the end of the caller's memory that pieces of 16 bytes may be more than there is.
-  // row: this lane's part of the first one.
+  // Whether the last of a step's spread rows may be too near the end of the caller's memory for pieces of 16 bytes, as
+  // in copy_tile(). row: this lane's part of the first one, which begins early.
   __device__ __forceinline__ bool at_end(const Cache& cache, const Element* row) const {
-    const std::int64_t left = static_cast<const Element*>(cache.last_row) - row;
-    return __any_sync(0xffffffffu, left < ((step_keys - 1) * cache.stride_slot << spread_shift<path>)+3 * most_early);
+    constexpr int piece_elements = 14 + most_early;
+    const Element* const last = row + (tile_keys<path> - 1) * cache.stride_slot;
+    return __any_sync(0xffffffffu, static_cast<const Element*>(cache.last_row) - last < piece_elements);
   }
 
   __device__ __forceinline__ void align_tile(int tile, int stage, int copy_bytes, const Side& side) const {

@@ -72,9 +72,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
       __syncthreads(); // staging is free again
     }
     const Heads own_heads = tile_of(heads, own_tile, Shape::tile_heads);
-    std::uint32_t key = first_step(piece.keys) + first_key;
-    const int key_early = early_elements<path>(keys_of(args), piece.batch, heads.kv_head, key);
-    const int value_early = early_elements<path>(values_of(args), piece.batch, heads.kv_head, key);
+    const std::uint32_t begin = first_step(piece.keys) + first_key;
+    const int key_early = early_elements<path>(keys_of(args), piece.batch, heads.kv_head, begin);
+    const int value_early = early_elements<path>(values_of(args), piece.batch, heads.kv_head, begin);
     std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
     load_queries<Shape>(args, piece, own_heads, key_early, queries);
     if (first) {
@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     const WarpStates states{reinterpret_cast<float*>(walk ? area : shared),
                             (walk ? Shape::staging_bytes : Ring::warp_bytes) / 4, Shape::tile_heads, Shape::head_shift,
                             team_shift};
+    std::uint32_t key = begin;
     if (modified) {
       modifiers.begin_piece(problem, piece, own_heads);
       modifiers.load_mask(problem, piece, key);
@@ -145,8 +146,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
           } else {
             scale_scores<Shape>(problem.scale, scores[i]);
           }
-          if (missing != 0 || tile_key < piece.keys.begin ||
-              tile_key + ((step_keys - 1) << spread_shift<path>) >= piece.keys.end) {
+          if (missing != 0 || tile_key < piece.keys.begin || tile_key + tile_keys < path >> piece.keys.end) {
             replace_scores<Shape, path>(piece.keys, tile_key, missing, excluded, scores[i]);
           }
         }

@@ -70,6 +70,7 @@ TEST_ON_EACH_DEVICE("Many rows agree with double") {
       sweep.add(sized(dtype, batch, 1, 4, 77, 64));
       sweep.add(sized(dtype, batch, 5, 2, 40, 33));
     }
+    sweep.add(sized(dtype, 300, 1, 24, 77, 16)); // teams go from row to row
   }
   sweep.finish();
 }

@@ -26,7 +26,7 @@ template <Path path>
 constexpr int spread_shift = path == Path::spread ? 3 : 0; // log2 of the keys from one row of a tile to the next
 
 template <Path path>
-constexpr int tile_keys = ((step_keys - 1) << spread_shift<path>)+1; // from a tile's first key to its last
+constexpr std::uint32_t tile_keys = 1 + ((step_keys - 1) << spread_shift<path>); // from a tile's first to its last
 
 // First key of a warp, of those that go through a piece together, relative to the piece's first step.
 template <Path path>

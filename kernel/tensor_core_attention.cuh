@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     }
   };
   const std::uint32_t stride = cluster_size * warps * step_keys;
+  constexpr std::uint32_t reach = tile_keys<path>;
   CacheReader<Shape::padded_dim, path, (Shape::tiles_at_once > 1)> reader(args, ring, pieces, first_key,
                                                                           (warp - first_warp) * step_keys, stride);
   __shared__ std::uint16_t missing_keys[Shape::teams ? Shape::most_warps : 1]; // of each warp's tile
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
           } else {
             scale_scores<Shape>(problem.scale, scores[i]);
           }
-          if (missing != 0 || tile_key < piece.keys.begin || tile_key + tile_keys < path >> piece.keys.end) {
+          if (missing != 0 || tile_key < piece.keys.begin || tile_key + reach > piece.keys.end) {
             replace_scores<Shape, path>(piece.keys, tile_key, missing, excluded, scores[i]);
           }
         }

@@ -13,7 +13,7 @@ enum class Path {
   plain,  // by row, a contiguous cache, 16-byte copies, no lengths, no modifiers
   row,    // the same with lengths or a page table
   walk,   // the same in a walk
-  spread, // a contiguous cache of 16-bit rows of any alignment, no modifiers: see cache_ring.cuh
+  spread, // 16-bit rows of any alignment in a contiguous cache, no modifiers: see cache_ring.cuh
   general // everything
 };
 constexpr int paths = 5;

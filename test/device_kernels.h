@@ -1,5 +1,5 @@
-// What the tests have the GPU itself do: keep a stream waiting, compare
-// results without the host waiting for them, and leave garbage where kernels must not rely on anything.
+// What the tests have the GPU itself do: keep a stream waiting, compare results without the host waiting for them,
+// and leave garbage in shared memory.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -71,7 +71,8 @@ struct CacheRing {
 
 // One warp's reads of the cache, step by step over the pieces of its block, some stages ahead of the arithmetic.
 // Sequence per step: copy_keys(stage), copy_values(stage), advance(). fill: tiles without keys are zeros, for readers
-// that multiply several tiles without asking which of them have keys.
+// that multiply tiles without asking which of them have keys: whatever else lies there, a weight of 0 does not keep
+// out.
 template <int padded_dim, Path path, bool fill>
 class CacheReader {
   static constexpr bool may_page = path != Path::plain && path != Path::spread;

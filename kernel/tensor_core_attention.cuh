@@ -54,8 +54,11 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
   };
   const std::uint32_t stride = cluster_size * warps * step_keys;
   constexpr std::uint32_t reach = tile_keys<path>;
-  CacheReader<Shape::padded_dim, path, (Shape::tiles_at_once > 1)> reader(args, ring, pieces, first_key,
-                                                                          (warp - first_warp) * step_keys, stride);
+  // Tiles without keys are multiplied: the second of two that a team takes at once, and that of a warp whose every 8th
+  // key is none of a short piece's.
+  constexpr bool fill = Shape::tiles_at_once > 1 || path == Path::spread;
+  CacheReader<Shape::padded_dim, path, fill> reader(args, ring, pieces, first_key, (warp - first_warp) * step_keys,
+                                                    stride);
   __shared__ std::uint16_t missing_keys[Shape::teams ? Shape::most_warps : 1]; // of each warp's tile
   await_arguments(fetched);
   const int lane = static_cast<int>(threadIdx.x % 32);

@@ -221,7 +221,7 @@ private:
 
   // Address of row lane % 16 of the coming step; 0: nothing to read.
   __device__ __forceinline__ std::uint64_t own_row(const Cache& cache) const {
-    const std::uint32_t key = key_ + (lane() % step_keys << spread_shift<path>);
+    const std::uint32_t key = key_ + lane() % step_keys;
     const bool paged = may_page && args_.problem.page_table != nullptr;
     if (!is_in(keys_, key) || (paged && !page_exists(args_.problem, slot_.page))) {
       return 0;
@@ -238,13 +238,10 @@ private:
     const int copy_bytes = cache.copy_bytes;
     const Element* row = side.row;
     const int lane_bytes = spread ? side.lane_bytes : lane_bytes_;
-    if (!fill && rows_ == 0) {
-      // The piece has ended.
-    } else if (spread && at_end(cache, row)) {
-      const int row_bytes = static_cast<int>(args_.problem.head_dim) * 2;
-      copy_rows_now<padded_dim>(ring_ + tile, own_row(cache), row_bytes,
-                                reinterpret_cast<std::uint64_t>(cache.last_row) + row_bytes,
-                                2 * early_elements<path>(cache, batch_, kv_head_, key_));
+    if (rows_ == 0 && (!fill || (spread && keys_.end == 0))) {
+      // The piece, or the last one, has ended.
+    } else if (spread && at_end(cache, row, lane_bytes)) {
+      copy_last_rows(tile, cache, row, lane_bytes);
     } else if (spaced_ && (!general || copy_bytes == 16)) {
 #pragma unroll
       for (int i = 0; i < Rounds::rounds; ++i) {
@@ -268,7 +265,7 @@ private:
         // after the row. Nothing is read there, but the tools that look after memory see the address.
         const bool now = __any_sync(0xffffffffu, early + row_bytes > padded_dim * 2 || own + 28 > last_row);
         if (now) {
-          copy_rows_now<padded_dim>(ring_ + tile, own, row_bytes, last_row + row_bytes, 0);
+          copy_rows_now<padded_dim>(ring_ + tile, own, row_bytes, last_row + row_bytes);
         } else {
           copy_rows<padded_dim, false>(ring_ + tile, own, row_bytes);
         }
@@ -278,12 +275,32 @@ private:
     __pipeline_commit();
   }
 
-  // Whether the last of a step's spread rows may be too near the end of the caller's memory for pieces of 16 bytes, as
-  // in copy_tile(). row: this lane's part of the first one, which begins early.
-  __device__ __forceinline__ bool at_end(const Cache& cache, const Element* row) const {
-    constexpr int piece_elements = 14 + most_early;
-    const Element* const last = row + (tile_keys<path> - 1) * cache.stride_slot;
-    return __any_sync(0xffffffffu, static_cast<const Element*>(cache.last_row) - last < piece_elements);
+  // Whether this lane may ask, as in copy_tile(), for part of a piece too near the end of the caller's memory.
+  __device__ __forceinline__ bool too_near_end(const Cache& cache, const Element* piece, int lane_bytes) const {
+    constexpr int reach = 15; // elements, from the piece's first on
+    return lane_bytes % 16 != 0 &&
+           static_cast<const Element*>(cache.last_row) + args_.problem.head_dim - piece < reach;
+  }
+  // The same of any lane, in the last of a step's spread rows. row: this lane's part of the first one.
+  __device__ __forceinline__ bool at_end(const Cache& cache, const Element* row, int lane_bytes) const {
+    return __any_sync(0xffffffffu, too_near_end(cache, row + (tile_keys<path> - 1) * cache.stride_slot, lane_bytes));
+  }
+
+  // Spread rows, those parts of pieces by elements and at once.
+  __device__ __forceinline__ void copy_last_rows(int tile, const Cache& cache, const Element* row,
+                                                 int lane_bytes) const {
+#pragma unroll 1
+    for (int i = 0; i < Rounds::rounds; ++i) {
+      const std::uint32_t destination = address_ + tile + Ring::Tile::chunk_offset(Rounds::row(i), Rounds::chunk());
+      const bool valid = Rounds::row(i) - first_row_ < rows_;
+      if (valid && too_near_end(cache, row, lane_bytes)) {
+        const auto begin = reinterpret_cast<std::uint64_t>(row);
+        store_shared(destination, load_elements(begin, begin, begin + lane_bytes));
+      } else {
+        copy_async(destination, row, valid ? lane_bytes : 0);
+      }
+      row += rows_at_once * cache.stride_slot << spread_shift<path>;
+    }
   }
 
   __device__ __forceinline__ void align_tile(int tile, int stage, int copy_bytes, const Side& side) const {

@@ -142,17 +142,8 @@ __device__ __noinline__ void align_rows(unsigned char* tile, int own_early) {
   __syncwarp();
 }
 
-// The aligned piece at `piece`, as far as it is of the row [begin, end); what else is in it may be anything. Bytes from
-// memory_end on are not read.
-__device__ __forceinline__ uint4 load_piece(std::uint64_t piece, std::uint64_t begin, std::uint64_t end,
-                                            std::uint64_t memory_end) {
-  uint4 x = make_uint4(0, 0, 0, 0);
-  if (piece + 16 <= begin || piece >= end) {
-    return x;
-  }
-  if (piece + 16 <= memory_end) {
-    return __ldg(reinterpret_cast<const uint4*>(piece));
-  }
+// The piece at `piece`, as far as it is of the row [begin, end), where nothing else may be read.
+__device__ __forceinline__ uint4 load_elements(std::uint64_t piece, std::uint64_t begin, std::uint64_t end) {
   std::uint32_t words[4] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -164,12 +155,21 @@ __device__ __forceinline__ uint4 load_piece(std::uint64_t piece, std::uint64_t b
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// The aligned piece at `piece`, as far as it is of the row [begin, end); what else is in it may be anything. Bytes from
+// memory_end on are not read.
+__device__ __forceinline__ uint4 load_piece(std::uint64_t piece, std::uint64_t begin, std::uint64_t end,
+                                            std::uint64_t memory_end) {
+  if (piece + 16 <= begin || piece >= end) {
+    return make_uint4(0, 0, 0, 0);
+  }
+  return piece + 16 <= memory_end ? __ldg(reinterpret_cast<const uint4*>(piece)) : load_elements(piece, begin, end);
+}
+
 // Through registers to where they belong, and done when it returns: for rows that leave no room for being early, and
 // for the last ones before the end of the caller's memory, after which not even a part of a piece may be asked for.
-// left_early: bytes that rows stay early by, or 0.
 template <int padded_dim>
 __device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t own_row, int row_bytes,
-                                           std::uint64_t memory_end, int left_early) {
+                                           std::uint64_t memory_end) {
   using Rounds = TileRounds<padded_dim>;
   constexpr int batch = Rounds::rounds < 8 ? Rounds::rounds : 8; // rounds whose reads are under way together
   const std::uint32_t address = shared_address(tile);
@@ -178,7 +178,7 @@ __device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t ow
   std::uint32_t bits[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int left = left_early + row_bytes - byte - i * 4;
+    const int left = row_bytes - byte - i * 4;
     bits[i] = left >= 4 ? 0xffffffffu : left == 2 ? 0xffffu : 0u;
   }
 #pragma unroll 1
@@ -195,7 +195,7 @@ __device__ __noinline__ void copy_rows_now(unsigned char* tile, std::uint64_t ow
     }
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
-      const uint4 x = bytes_from(low[i], high[i], early[i] - left_early);
+      const uint4 x = bytes_from(low[i], high[i], early[i]);
       store_shared(address + CacheTile<padded_dim>::chunk_offset(Rounds::row(first + i), byte / 16),
                    make_uint4(x.x & bits[0], x.y & bits[1], x.z & bits[2], x.w & bits[3]));
     }

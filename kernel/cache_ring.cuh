@@ -250,7 +250,8 @@ private:
         // of 16.
         const std::uint32_t swizzled = lane_offset_ ^ (i * rows_at_once % 8 * 16);
         const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
-        copy_async(address_ + tile + swizzled + i * rows_at_once * 128, row, valid ? lane_bytes : 0);
+        copy_async_if(!fill || keys_.end != 0, address_ + tile + swizzled + i * rows_at_once * 128, row,
+                      valid ? lane_bytes : 0);
         row += rows_at_once * stride_slot << spread_shift<path>;
       }
     } else if (may_page) {
@@ -278,8 +279,7 @@ private:
   // Whether this lane may ask, as in copy_tile(), for part of a piece too near the end of the caller's memory.
   __device__ __forceinline__ bool too_near_end(const Cache& cache, const Element* piece, int lane_bytes) const {
     constexpr int reach = 15; // elements, from the piece's first on
-    return lane_bytes % 16 != 0 &&
-           static_cast<const Element*>(cache.last_row) + args_.problem.head_dim - piece < reach;
+    return lane_bytes % 16 != 0 && static_cast<const Element*>(cache.last_row) + args_.problem.head_dim - piece < reach;
   }
   // The same of any lane, in the last of a step's spread rows. row: this lane's part of the first one.
   __device__ __forceinline__ bool at_end(const Cache& cache, const Element* row, int lane_bytes) const {

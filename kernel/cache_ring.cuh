@@ -175,7 +175,7 @@ private:
     do {
       if (!pieces_.next(piece)) {
         key_ = lead_;
-        keys_ = {0, 0}; // nothing is in range any more
+        keys_ = {0, 0}; // nothing is in range any more, see ended()
         return;
       }
       keys_ = piece.keys;
@@ -195,6 +195,9 @@ private:
       }
     }
   }
+
+  // Whether no piece is left: steps that are still copied ahead of the arithmetic will not be taken.
+  __device__ __forceinline__ bool ended() const { return keys_.end == 0; }
 
   // One read of the page table for two steps, under way two steps before its result is needed: lanes 0 .. 15 have the
   // keys of the step that begins with first_key, lanes 16 .. 31 those of the next one.
@@ -238,8 +241,8 @@ private:
     const int copy_bytes = cache.copy_bytes;
     const Element* row = side.row;
     const int lane_bytes = spread ? side.lane_bytes : lane_bytes_;
-    if (rows_ == 0 && (!fill || (spread && keys_.end == 0))) {
-      // The piece, or the last one, has ended.
+    if (rows_ == 0 && (!fill || (spread && ended()))) {
+      // The piece, or the last of all, has ended.
     } else if (spread && at_end(cache, row, lane_bytes)) {
       copy_last_rows(tile, cache, row, lane_bytes);
     } else if (spaced_ && (!general || copy_bytes == 16)) {
@@ -250,7 +253,7 @@ private:
         // of 16.
         const std::uint32_t swizzled = lane_offset_ ^ (i * rows_at_once % 8 * 16);
         const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
-        copy_async_if(!fill || keys_.end != 0, address_ + tile + swizzled + i * rows_at_once * 128, row,
+        copy_async_if(!fill || !ended(), address_ + tile + swizzled + i * rows_at_once * 128, row,
                       valid ? lane_bytes : 0);
         row += rows_at_once * stride_slot << spread_shift<path>;
       }

@@ -47,18 +47,17 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, const uint4&
                : "memory");
 }
 
-// Copies 16 bytes asynchronously, of which the first `valid` come from `source`, the rest are zeros.
-__device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source, int valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid) : "memory");
-}
-
-// The same, or nothing; without a branch, across which no other instruction could move.
+// If `issue`: copies 16 bytes asynchronously, of which the first `valid` come from `source`, the rest are zeros.
+// Without a branch, across which no other instruction could move.
 __device__ __forceinline__ void copy_async_if(bool issue, std::uint32_t destination, const void* source, int valid) {
   asm volatile(
       "{ .reg .pred issue; setp.ne.s32 issue, %3, 0; @issue cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(
           destination),
       "l"(source), "r"(valid), "r"(static_cast<int>(issue))
       : "memory");
+}
+__device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source, int valid) {
+  copy_async_if(true, destination, source, valid);
 }
 
 // Where a lane's pieces of 16 bytes lie when a warp goes over a tile: `rounds` times rows_at_once rows.

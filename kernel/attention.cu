@@ -23,7 +23,7 @@ struct Kernel {
 };
 
 // Devices that know how much shared memory a kernel may use.
-template <class Shape>
+template <class Shape, bool plain = false>
 std::atomic<std::uint64_t> prepared_devices[paths];
 
 // Whether Path::spread is one for the problem, if 8 warps share a piece of it. Not with a split size, or a row's bits
@@ -83,20 +83,23 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
 
 template <class Shape>
 Kernel simt_kernel(bool plain) {
-  const void* general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
-  return {{reinterpret_cast<const void*>(&simt_attention<Shape, Path::plain>), general, general, nullptr, general},
-          {Shape::step_keys, 1, 8, 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
+  const void* const general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
+  const void* const row = plain ? reinterpret_cast<const void*>(&simt_attention<Shape, Path::row>) : general;
+  const void* const walk = plain ? reinterpret_cast<const void*>(&simt_attention<Shape, Path::walk>) : general;
+  return {{row, row, walk, nullptr, general},
+          {Shape::step_keys, 1, 8, plain ? Shape::plain_blocks : 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
            plain && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          prepared_devices<Shape>};
+          plain ? prepared_devices<Shape, true> : prepared_devices<Shape, false>};
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others, by fours or eights.
-// plain: the problem is one for Path::plain, unless its plan is a walk.
-Kernel select_kernel(const KernelArguments& args, bool plain, const Device& device) {
+// little: no modifiers, rows that are aligned to 16 bytes.
+Kernel select_kernel(const KernelArguments& args, bool little, const Device& device) {
   const AttentionProblem& problem = args.problem;
+  const bool plain = little && problem.page_table == nullptr;
   const int group = args.group;
   const std::int64_t head_dim = problem.head_dim;
   if (problem.dtype == DataType::float32) {
@@ -214,7 +217,7 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   const bool little =
       !args.modified && std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16;
   const bool plain = little && problem.lengths == nullptr;
-  plan.kernel = select_kernel(args, plain, device);
+  plan.kernel = select_kernel(args, little, device);
   args.row_heads = std::min(plan.kernel.tile_heads * plan.kernel.body.team, args.group);
   args.head_shift = plan.kernel.head_shift;
   args.rows_per_kv_head = (args.group + args.row_heads - 1) / args.row_heads;

@@ -13,13 +13,14 @@ struct SimtShape {
   static constexpr int vectors = vectors_;       // of four dims a lane
   static constexpr int tile_heads = tile_heads_; // query heads: 1, 4 or 8
   static constexpr int padded_dim = 4 * lanes * vectors;
-  // Blocks that share a multiprocessor's registers in a plain kernel; a general one has them for itself.
+  // Blocks that share a multiprocessor's registers; one of a general kernel has them for itself.
   static constexpr int plain_blocks = vectors * tile_heads > 8 ? 1 : 2;
   // Keys of one lane in a step: what the registers of keys and values hold, beside those of queries and output.
   static constexpr int most_rows = ((plain_blocks == 1 ? 208 : 96) - 8 * vectors * tile_heads) / (8 * vectors);
   static constexpr int rows = most_rows >= 8 ? 8 : most_rows >= 4 ? 4 : 2;
   static constexpr int keys_at_once = 32 / lanes;
   static constexpr int step_keys = rows * keys_at_once;
+  static_assert(step_keys <= 32, "with a page table each lane looks up one of a step's keys");
   static constexpr int chain_steps = chain_length / rows;
   static constexpr int head_lanes = lanes / tile_heads; // lanes that hold the scores of one head
   static constexpr int head_shift = padded_dim == 32 ? 3 : padded_dim == 64 ? 4 : padded_dim == 128 ? 5 : 6;
@@ -257,69 +258,123 @@ __device__ __forceinline__ void multiply_keys(const SimtRows<Shape>& keys,
   }
 }
 
-// Which of this lane's rows of a step can be read (a bit per row), with a page table where they lie, and which need a
-// page that does not exist.
+// Finds a warp's rows, step by step. plain: a contiguous cache of rows that are aligned to 16 bytes.
 template <class Shape, bool plain>
-__device__ __forceinline__ unsigned find_rows(const AttentionProblem& problem, const Piece& piece,
-                                              std::uint32_t first_key, KeySlot (&slots)[Shape::rows],
-                                              unsigned& missing) {
-  unsigned readable = 0;
-  missing = 0;
-#pragma unroll
-  for (int r = 0; r < Shape::rows; ++r) {
-    const std::uint32_t key = first_key + r * Shape::keys_at_once + threadIdx.x % 32 / Shape::lanes;
-    if (key < piece.keys.end) {
-      readable |= 1u << r;
-      if (!plain && problem.page_table != nullptr) {
-        slots[r] = key_slot(problem, piece.batch, key);
-        if (!page_exists(problem, slots[r].page)) {
-          readable &= ~(1u << r);
-          missing |= 1u << r;
-        }
-      }
+class SimtRowFinder {
+public:
+  unsigned readable = 0; // of this lane's rows of the step, a bit per row
+  unsigned missing = 0;  // those that need a page that does not exist
+
+  // keys: of the piece; first_key: of the warp's first step; stride: from one step to the next.
+  __device__ __forceinline__ SimtRowFinder(const AttentionProblem& problem, std::uint32_t batch, std::uint32_t keys_end,
+                                           std::uint32_t first_key, std::uint32_t stride)
+      : problem_(problem), batch_(batch), keys_end_(keys_end), stride_(stride) {
+    if (paged()) {
+      slot_ahead_ = look_up(first_key);
     }
   }
-  return readable;
-}
 
-// Reads one of the two caches, this lane's part of a step at a time.
-template <class Shape, bool plain>
-class SimtReader {
-public:
-  // cache: the tensor; step: elements from one step of the warp to its next.
-  __device__ __forceinline__ SimtReader(const AttentionProblem& problem, const void* cache, std::int64_t stride_page,
-                                        std::int64_t stride_head, std::int64_t stride_slot, std::int64_t step,
-                                        bool vectors, const Piece& piece, std::uint32_t kv_head,
-                                        std::uint32_t first_key)
-      : problem_(problem), head_(static_cast<const float*>(cache) + kv_head * stride_head),
-        row_(head_ + piece.batch * stride_page + static_cast<std::int64_t>(first_key) * stride_slot),
-        stride_page_(stride_page), stride_slot_(stride_slot), step_(step), vectors_(plain || vectors) {}
-
-  // slots: with a page table, where the step's rows are; readable: a bit per row. Advances to the next step.
-  __device__ __forceinline__ void load(SimtRows<Shape>& rows, const KeySlot (&slots)[Shape::rows], unsigned readable) {
-    const bool paged = !plain && problem_.page_table != nullptr;
-    const float* row = row_;
+  // The steps in turn, each by its first key.
+  __device__ __forceinline__ void find(std::uint32_t first_key) {
+    readable = missing = 0;
+    unsigned lost = 0; // of the step's keys
+    if (paged()) {
+      slot_ = slot_ahead_;
+      slot_ahead_ = look_up(first_key + stride_);
+      lost = ~__ballot_sync(0xffffffffu, page_exists(problem_, slot_.page));
+    }
 #pragma unroll
     for (int r = 0; r < Shape::rows; ++r) {
-      const int limit = readable >> r & 1 ? static_cast<int>(problem_.head_dim) : 0;
-      if (paged) {
-        row = head_ + slots[r].page * stride_page_ + slots[r].slot * stride_slot_;
+      if (first_key + key_of(r) < keys_end_) {
+        readable |= 1u << r;
+        missing |= (lost >> key_of(r) & 1) << r;
       }
-#pragma unroll
-      for (int v = 0; v < Shape::vectors; ++v) {
-        rows[r][v] = load_dims<Shape>(row, v, limit, vectors_, true);
-      }
-      row += Shape::keys_at_once * stride_slot_;
+    }
+    readable &= ~missing;
+  }
+
+  // Key of this lane's row r, from the step's first one on.
+  static __device__ __forceinline__ unsigned key_of(int r) {
+    return r * Shape::keys_at_once + threadIdx.x % 32 / Shape::lanes;
+  }
+
+  __device__ __forceinline__ bool paged() const {
+    return !plain && problem_.page_table != nullptr;
+  }
+
+  // With a page table, where row r lies. All lanes of the warp ask.
+  __device__ __forceinline__ KeySlot slot(int r) const {
+    return {__shfl_sync(0xffffffffu, slot_.page, key_of(r)), __shfl_sync(0xffffffffu, slot_.slot, key_of(r))};
+  }
+
+private:
+  // Of key first_key + lane. Under way a step before its result is needed.
+  __device__ __forceinline__ KeySlot look_up(std::uint32_t first_key) const {
+    const std::uint32_t lane = threadIdx.x % 32;
+    return lane < Shape::step_keys && first_key + lane < keys_end_ ? key_slot(problem_, batch_, first_key + lane)
+                                                                   : KeySlot{-1, 0};
+  }
+
+  const AttentionProblem& problem_;
+  std::uint32_t batch_, keys_end_, stride_;
+  KeySlot slot_ = {-1, 0}, slot_ahead_ = {-1, 0}; // of one key a lane: of the step, of the next one
+};
+
+// Reads one of the two caches, this lane's part of a step at a time.
+template <class Shape>
+class SimtReader {
+public:
+  // step: elements from one step of the warp to its next; vectors: rows are aligned to 16 bytes.
+  __device__ __forceinline__ SimtReader(const Cache& cache, std::int64_t step, bool vectors, const Piece& piece,
+                                        std::uint32_t kv_head, std::uint32_t first_key)
+      : head_(static_cast<const float*>(cache.data) + kv_head * cache.stride_head),
+        row_(head_ + piece.batch * cache.stride_page + static_cast<std::int64_t>(first_key) * cache.stride_slot),
+        stride_page_(cache.stride_page), stride_slot_(cache.stride_slot), step_(step), vectors_(vectors) {}
+
+  // The coming step's rows, which `found` says where to find.
+  template <bool plain>
+  __device__ __forceinline__ void load(SimtRows<Shape>& rows, const SimtRowFinder<Shape, plain>& found, int head_dim) {
+    if (plain || vectors_) {
+      load_rows<true>(rows, found, head_dim);
+    } else {
+      load_rows<false>(rows, found, head_dim);
     }
     row_ += step_;
   }
 
 private:
-  const AttentionProblem& problem_;
+  template <bool vectors, bool plain>
+  __device__ __forceinline__ void load_rows(SimtRows<Shape>& rows, const SimtRowFinder<Shape, plain>& found,
+                                            int head_dim) const {
+    const float* row = row_;
+#pragma unroll
+    for (int r = 0; r < Shape::rows; ++r) {
+      if (found.paged()) {
+        const KeySlot slot = found.slot(r);
+        row = head_ + slot.page * stride_page_ + slot.slot * stride_slot_;
+      }
+      const int limit = found.readable >> r & 1 ? head_dim : 0;
+#pragma unroll
+      for (int v = 0; v < Shape::vectors; ++v) {
+        rows[r][v] = load_dims<Shape>(row, v, limit, vectors, true);
+      }
+      row += Shape::keys_at_once * stride_slot_;
+      asm volatile("" : "+l"(row)); // one after the other: the distances of all rows would take registers
+    }
+  }
+
   const float* head_; // row 0 of page 0
   const float* row_;  // the coming step's first row, in a contiguous cache
   std::int64_t stride_page_, stride_slot_, step_;
   bool vectors_;
 };
+
+// What is needed between pieces only, where there are several: the registers are the steps'.
+template <Path path, class Bookkeeping>
+__device__ __forceinline__ void keep_in_memory(Bookkeeping& state) {
+  if constexpr (may_walk<path>) {
+    asm volatile("" : : "l"(&state) : "memory");
+  }
+}
 
 } // namespace single_query

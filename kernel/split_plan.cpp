@@ -39,8 +39,8 @@ SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uin
   plan.splits_per_row = units_of(keys, plan.unit_keys);
   const std::uint64_t most_units = static_cast<std::uint64_t>(rows) * plan.splits_per_row;
   plan.units = problem.lengths == nullptr ? most_units : 0;
-  const std::uint32_t resident =
-      static_cast<std::uint32_t>(device.multiprocessors * (large ? 1 : body.blocks_per_multiprocessor));
+  const std::uint32_t resident = static_cast<std::uint32_t>(
+      device.multiprocessors * (plan.warps > body.walk_warps ? 1 : body.blocks_per_multiprocessor));
   plan.blocks = most_units < resident ? static_cast<std::uint32_t>(most_units) : walk_blocks(rows, resident);
   return plan;
 }
@@ -84,9 +84,13 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
       blocks = blocks_of(plan.warps, most);
     }
   }
-  if (keys <= cluster_steps * most_cluster * large_step / static_cast<std::uint32_t>(plan.team)) {
-    plan.warps = blocks > most_cluster ? body.most_warps : plan.warps;
-    blocks = std::min(blocks, most_cluster);
+  // More than 2 large blocks of a row, and teams have no others, are one cluster only where half of the device is
+  // enough for all rows. With fewer blocks a team has more to do, so that a merge is worth more of it.
+  const std::uint32_t room = power_of_two_at_most(std::max(half / row_count, 2u));
+  const std::uint32_t one_cluster = plan.team > 1 ? std::min(room, most_cluster) : most_cluster;
+  if (keys <= cluster_steps * one_cluster * large_step && (plan.team == 1 || blocks <= 2 * one_cluster)) {
+    plan.warps = blocks > one_cluster ? body.most_warps : plan.warps;
+    blocks = std::min(blocks, one_cluster);
   }
   const std::uint32_t block_step = static_cast<std::uint32_t>(plan.warps / plan.team * body.keys_per_warp);
   const bool too_long = keys / blocks / block_step >= body.most_steps;

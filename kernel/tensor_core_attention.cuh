@@ -132,10 +132,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         }
         Scores<Shape> scores;
         unsigned excluded = 0; // of the first tile: with a mask there are no teams
+        multiply_keys<Shape>(half, first_key_tile, key_rows, own_bits(key_early), queries, scores);
 #pragma unroll
         for (int i = 0; i < Shape::tiles_at_once; ++i) {
-          multiply_keys<Shape>(half, first_key_tile + i * Ring::warp_bytes, key_rows, own_bits(key_early), queries,
-                               scores[i]);
           const unsigned missing = path == Path::plain ? 0u
                                    : Shape::teams      ? missing_keys[warp - own_tile + first_tile + i]
                                                        : reader.missing(stage);

@@ -142,42 +142,49 @@ struct MatrixRows {
 
 template <class Shape, bool half>
 __device__ __forceinline__ void
-multiply_keys_of(const unsigned char* key_tile, const MatrixRows& rows, std::uint32_t first_bits,
-                 const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
-                 float (&scores)[Shape::head_blocks][4]) {
-  float chains[2][Shape::head_blocks][4] = {}; // two independent chains of additions
+multiply_keys_of(const unsigned char* first_tile, const MatrixRows& rows, std::uint32_t first_bits,
+                 const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps], Scores<Shape>& scores) {
+  constexpr int tiles = Shape::tiles_at_once;
+  float chains[2][tiles][Shape::head_blocks][4] = {}; // two independent chains of additions each
 #pragma unroll
   for (int k = 0; k < Shape::dim_steps; ++k) {
-    std::uint32_t keys[4];
-    load_matrices<false>(keys, rows.template address<typename Shape::Ring>(key_tile, k));
-    if (k == 0) {
-      keys[0] &= first_bits;
-      keys[1] &= first_bits;
-    }
 #pragma unroll
-    for (int block = 0; block < Shape::head_blocks; ++block) {
-      multiply_add<half>(chains[k % 2][block], keys, queries[block][2 * k], queries[block][2 * k + 1]);
+    for (int tile = 0; tile < tiles; ++tile) {
+      std::uint32_t keys[4];
+      load_matrices<false>(
+          keys, rows.template address<typename Shape::Ring>(first_tile + tile * Shape::Ring::warp_bytes, k));
+      if (k == 0) {
+        keys[0] &= first_bits;
+        keys[1] &= first_bits;
+      }
+#pragma unroll
+      for (int block = 0; block < Shape::head_blocks; ++block) {
+        multiply_add<half>(chains[k % 2][tile][block], keys, queries[block][2 * k], queries[block][2 * k + 1]);
+      }
     }
   }
 #pragma unroll
-  for (int block = 0; block < Shape::head_blocks; ++block) {
+  for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[block][i] = chains[0][block][i] + chains[1][block][i];
+    for (int block = 0; block < Shape::head_blocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[tile][block][i] = chains[0][tile][block][i] + chains[1][tile][block][i];
+      }
     }
   }
 }
 
-// first_bits: see own_bits().
+// The tiles that a warp takes at once lie in neighbouring warps' rings. first_bits: see own_bits().
 template <class Shape>
-__device__ __forceinline__ void multiply_keys(bool half, const unsigned char* key_tile, const MatrixRows& rows,
+__device__ __forceinline__ void multiply_keys(bool half, const unsigned char* first_tile, const MatrixRows& rows,
                                               std::uint32_t first_bits,
                                               const std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps],
-                                              float (&scores)[Shape::head_blocks][4]) {
+                                              Scores<Shape>& scores) {
   if (half) {
-    multiply_keys_of<Shape, true>(key_tile, rows, first_bits, queries, scores);
+    multiply_keys_of<Shape, true>(first_tile, rows, first_bits, queries, scores);
   } else {
-    multiply_keys_of<Shape, false>(key_tile, rows, first_bits, queries, scores);
+    multiply_keys_of<Shape, false>(first_tile, rows, first_bits, queries, scores);
   }
 }
 

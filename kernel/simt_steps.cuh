@@ -265,7 +265,7 @@ public:
   unsigned readable = 0; // of this lane's rows of the step, a bit per row
   unsigned missing = 0;  // those that need a page that does not exist
 
-  // keys: of the piece; first_key: of the warp's first step; stride: from one step to the next.
+  // keys_end: of the piece; first_key: of the warp's first step; stride: keys from one step to the next.
   __device__ __forceinline__ SimtRowFinder(const AttentionProblem& problem, std::uint32_t batch, std::uint32_t keys_end,
                                            std::uint32_t first_key, std::uint32_t stride)
       : problem_(problem), batch_(batch), keys_end_(keys_end), stride_(stride) {

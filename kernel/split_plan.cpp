@@ -85,7 +85,7 @@ SplitPlan make_split_plan(const AttentionProblem& problem, std::int64_t rows, co
     }
   }
   // More than 2 large blocks of a row, and teams have no others, are one cluster only where half of the device is
-  // enough for all rows. With fewer blocks a team has more to do, so that a merge is worth more of it.
+  // enough for all rows. A team's steps take long: with less than half of its blocks they cost more than that merge.
   const std::uint32_t room = power_of_two_at_most(std::max(half / row_count, 2u));
   const std::uint32_t one_cluster = plan.team > 1 ? std::min(room, most_cluster) : most_cluster;
   if (keys <= cluster_steps * one_cluster * large_step && (plan.team == 1 || blocks <= 2 * one_cluster)) {

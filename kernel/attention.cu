@@ -23,7 +23,7 @@ struct Kernel {
 };
 
 // Devices that know how much shared memory a kernel may use.
-template <class Shape, bool plain = false>
+template <class Shape>
 std::atomic<std::uint64_t> prepared_devices[paths];
 
 // Whether Path::spread is one for the problem, if 8 warps share a piece of it. Not with a split size, or a row's bits
@@ -82,43 +82,41 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
 }
 
 template <class Shape>
-Kernel simt_kernel(bool plain) {
-  const void* const general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
-  const void* const row = plain ? reinterpret_cast<const void*>(&simt_attention<Shape, Path::row>) : general;
-  const void* const walk = plain ? reinterpret_cast<const void*>(&simt_attention<Shape, Path::walk>) : general;
-  return {{row, row, walk, nullptr, general},
-          {Shape::step_keys, 1, 8, plain ? Shape::plain_blocks : 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
-           plain && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
+Kernel simt_kernel(bool little) {
+  const void* const row = reinterpret_cast<const void*>(&simt_attention<Shape, Path::row>);
+  return {{row, row, reinterpret_cast<const void*>(&simt_attention<Shape, Path::walk>), nullptr,
+           reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>)},
+          {Shape::step_keys, 1, 8, little ? Shape::plain_blocks : 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
+           little && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
-          plain ? prepared_devices<Shape, true> : prepared_devices<Shape, false>};
+          prepared_devices<Shape>};
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others, by fours or eights.
-// little: no modifiers, rows that are aligned to 16 bytes.
+// little: what Path::general is not needed for.
 Kernel select_kernel(const KernelArguments& args, bool little, const Device& device) {
   const AttentionProblem& problem = args.problem;
-  const bool plain = little && problem.page_table == nullptr;
   const int group = args.group;
   const std::int64_t head_dim = problem.head_dim;
   if (problem.dtype == DataType::float32) {
     if (head_dim <= 32) {
-      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>(plain) : simt_kernel<SimtShape<8, 1, 8>>(plain);
+      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>(little) : simt_kernel<SimtShape<8, 1, 8>>(little);
     }
     if (head_dim <= 64) {
-      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>(plain)
-             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>(plain)
-                          : simt_kernel<SimtShape<16, 1, 8>>(plain);
+      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>(little)
+             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>(little)
+                          : simt_kernel<SimtShape<16, 1, 8>>(little);
     }
     if (head_dim <= 128) {
-      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>(plain)
-             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>(plain)
-                          : simt_kernel<SimtShape<32, 1, 8>>(plain);
+      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>(little)
+             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>(little)
+                          : simt_kernel<SimtShape<32, 1, 8>>(little);
     }
-    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>(plain)
-           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>(plain)
-                        : simt_kernel<SimtShape<32, 2, 8>>(plain);
+    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>(little)
+           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>(little)
+                        : simt_kernel<SimtShape<32, 2, 8>>(little);
   }
   if (head_dim <= 64) {
     return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)
@@ -214,8 +212,10 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   args.output_vectors =
       copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
-  const bool little =
-      !args.modified && std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16;
+  // Pages of float32 are read by the general kernels.
+  const bool little = !args.modified &&
+                      std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16 &&
+                      (problem.dtype != DataType::float32 || problem.page_table == nullptr);
   const bool plain = little && problem.lengths == nullptr;
   plan.kernel = select_kernel(args, little, device);
   args.row_heads = std::min(plan.kernel.tile_heads * plan.kernel.body.team, args.group);
@@ -227,6 +227,7 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   const std::uint32_t length = static_cast<std::uint32_t>(capacity(problem));
   const KeyRange keys = attended_keys(problem, length);
   args.uniform = {length, keys, args.plan.walk ? units_of(keys.end - keys.begin, args.plan.unit_keys) : 1};
+  args.uniform_shares = shares_of(args.plan, keys.end - keys.begin);
   const std::int64_t step = args.plan.cluster_size * args.plan.warps * plan.kernel.body.keys_per_warp;
   args.key_step = step * problem.key_stride_slot;
   args.value_step = step * problem.value_stride_slot;

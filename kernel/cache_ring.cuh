@@ -102,8 +102,7 @@ public:
       find_page(stage);
     } else {
       spaced_ = true;
-      first_row_ = key_ < keys_.begin ? rows_of(keys_.begin - key_) : 0;
-      rows_ = key_ < keys_.end ? min(rows_of(keys_.end - key_), static_cast<std::uint32_t>(step_keys)) - first_row_ : 0;
+      rows_ = key_ < keys_.end ? rows_before(keys_.end) & ~rows_before(max(keys_.begin, key_)) : 0;
     }
     copy_tile(Ring::key_tile(stage), stage, keys_of(args_), key_side_);
   }
@@ -144,25 +143,31 @@ private:
 
   // One of the two caches on its way into the ring.
   struct Side {
-    const Element* row = nullptr; // this lane's part of the first of the coming step's rows, where they are spaced
+    // This lane's part of the first row it copies of a step, where rows are spaced: of the coming step, and of one that
+    // begins page 0.
+    const Element *row = nullptr, *first_row = nullptr;
     std::uint32_t early = 0;      // bytes that row lane % 16 was copied early by: eight bits for every stage
     int lane_bytes = 0;           // that this lane copies of a spread row
   };
 
-  // Rows of a step that begin within its first `keys` keys.
-  static __device__ __forceinline__ std::uint32_t rows_of(std::uint32_t keys) {
+  // Those of the coming step's rows that lie before key `end`, from key_ on: a bit for each.
+  __device__ __forceinline__ unsigned rows_before(std::uint32_t end) const {
     constexpr std::uint32_t spacing = 1u << spread_shift<path>;
-    return (keys + spacing - 1) / spacing;
+    const std::uint32_t count = (end - key_ + spacing - 1) / spacing;
+    return (1u << min(count, static_cast<std::uint32_t>(step_keys))) - 1;
   }
 
-  // This lane's part of row 0 of its first chunk, in the page or batch entry `page`.
-  __device__ __forceinline__ const Element* lane_row(const Cache& cache, std::int64_t page, std::int64_t slot) const {
-    return static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head + page * cache.stride_page +
-           (slot + (lane() / row_lanes << spread_shift<path>)) * cache.stride_slot + lane() % row_lanes * 8;
+  __device__ __forceinline__ void begin_piece(const Cache& cache, Side& side) const {
+    side.first_row = static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head +
+                     (lane() / row_lanes << spread_shift<path>) * cache.stride_slot + lane() % row_lanes * 8;
   }
-  __device__ __forceinline__ void point_at(std::int64_t page, std::int64_t slot) {
-    key_side_.row = lane_row(keys_of(args_), page, slot);
-    value_side_.row = lane_row(values_of(args_), page, slot);
+  static __device__ __forceinline__ void point_at(const Cache& cache, Side& side, std::uint32_t page,
+                                                  std::uint32_t slot) {
+    side.row = side.first_row + page * cache.stride_page + slot * cache.stride_slot;
+  }
+  __device__ __forceinline__ void point_at(std::uint32_t page, std::uint32_t slot) {
+    point_at(keys_of(args_), key_side_, page, slot);
+    point_at(values_of(args_), value_side_, page, slot);
   }
   __device__ __forceinline__ void begin_early(const Cache& cache, Side& side) const {
     const int early = early_elements<path>(cache, batch_, kv_head_, key_);
@@ -183,6 +188,8 @@ private:
     } while (key_ - lead_ >= keys_.end);
     batch_ = piece.batch;
     kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
+    begin_piece(keys_of(args_), key_side_);
+    begin_piece(values_of(args_), value_side_);
     if (may_page && args_.problem.page_table != nullptr) {
       odd_step_ = 0;
       slots_ = look_up(key_);
@@ -215,8 +222,7 @@ private:
     const bool exists = page_exists(args_.problem, slot_.page);
     missing_.set(stage, __ballot_sync(all, !exists && is_in(keys_, key_ + lane() % step_keys)) & 0xffffu);
     spaced_ = args_.problem.page_size % step_keys == 0 && __all_sync(all, exists);
-    first_row_ = 0;
-    rows_ = key_ < keys_.end ? step_keys : 0;
+    rows_ = key_ < keys_.end ? 0xffffu : 0u;
     if (spaced_) {
       point_at(slot_.page, slot_.slot - lane() % step_keys);
     }
@@ -246,15 +252,20 @@ private:
     } else if (spread && at_end(cache, row, lane_bytes)) {
       copy_last_rows(tile, cache, row, lane_bytes);
     } else if (spaced_ && (!general || copy_bytes == 16)) {
+      const unsigned rows = lane_bytes > 0 ? rows_ >> lane() / row_lanes : 0; // this lane's
 #pragma unroll
       for (int i = 0; i < Rounds::rounds; ++i) {
         // chunk_offset() of row i * rows_at_once + lane / row_lanes, from that of row lane / row_lanes. Not of the
         // whole address: in builds that ptxas does not optimise (-G), dynamic shared memory begins at any multiple
         // of 16.
         const std::uint32_t swizzled = lane_offset_ ^ (i * rows_at_once % 8 * 16);
-        const bool valid = i * rows_at_once + lane() / row_lanes - first_row_ < rows_;
-        copy_async_if(!fill || !ended(), address_ + tile + swizzled + i * rows_at_once * 128, row,
-                      valid ? lane_bytes : 0);
+        const std::uint32_t destination = address_ + tile + swizzled + i * rows_at_once * 128;
+        const unsigned valid = rows & 1u << i * rows_at_once;
+        if (spread) {
+          copy_async_if(!ended(), destination, row, valid != 0 ? lane_bytes : 0);
+        } else {
+          copy_async_whole(!fill || !ended(), destination, row, valid);
+        }
         row += rows_at_once * stride_slot << spread_shift<path>;
       }
     } else if (may_page) {
@@ -295,7 +306,7 @@ private:
 #pragma unroll 1
     for (int i = 0; i < Rounds::rounds; ++i) {
       const std::uint32_t destination = address_ + tile + Ring::Tile::chunk_offset(Rounds::row(i), Rounds::chunk());
-      const bool valid = Rounds::row(i) - first_row_ < rows_;
+      const bool valid = (rows_ >> Rounds::row(i) & 1) != 0;
       if (valid && too_near_end(cache, row, lane_bytes)) {
         const auto begin = reinterpret_cast<std::uint64_t>(row);
         store_shared(destination, load_elements(begin, begin, begin + lane_bytes));
@@ -325,8 +336,8 @@ private:
   // First key of the coming step, and keys of its piece.
   std::uint32_t key_ = 0;
   KeyRange keys_ = {0, 0};
-  bool spaced_ = false;                    // the 16 rows of the step are equally far apart
-  std::uint32_t first_row_ = 0, rows_ = 0; // of the step, those that take part
+  bool spaced_ = false; // the 16 rows of the step are equally far apart
+  unsigned rows_ = 0;   // of the step, those that take part: a bit for each
   Side key_side_, value_side_;
   std::uint32_t batch_ = 0;
   std::uint32_t kv_head_ = 0;

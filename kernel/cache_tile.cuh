@@ -59,6 +59,15 @@ __device__ __forceinline__ void copy_async_if(bool issue, std::uint32_t destinat
 __device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source, int valid) {
   copy_async_if(true, destination, source, valid);
 }
+// The same of all 16 bytes, or of none where `any` is 0. One instruction with a condition: a size would take registers.
+__device__ __forceinline__ void copy_async_whole(bool issue, std::uint32_t destination, const void* source,
+                                                 unsigned any) {
+  asm volatile(
+      "{ .reg .pred issue, any; .reg .u32 valid; setp.ne.s32 issue, %3, 0; setp.ne.u32 any, %2, 0;"
+      " selp.u32 valid, 16, 0, any; @issue cp.async.cg.shared.global [%0], [%1], 16, valid; }" ::"r"(destination),
+      "l"(source), "r"(any), "r"(static_cast<int>(issue))
+      : "memory");
+}
 
 // Where a lane's pieces of 16 bytes lie when a warp goes over a tile: `rounds` times rows_at_once rows.
 template <int padded_dim>

@@ -136,9 +136,6 @@ __global__ void __launch_bounds__(256, path == Path::general ? 1 : Shape::plain_
           }
         }
       }
-      if (more) {
-        value_reader.load(values, rows, head_dim);
-      }
       if (++chain_steps == Shape::chain_steps || !more) {
         chain_steps = 0;
         state.merge_groups();
@@ -148,6 +145,9 @@ __global__ void __launch_bounds__(256, path == Path::general ? 1 : Shape::plain_
           state.stage(states, warp, lane, value_vectors);
         }
         staged = true;
+      }
+      if (more) { // not sooner: the registers are the chain's end's
+        value_reader.load(values, rows, head_dim);
       }
     } while (more);
     finish_piece<true>(args, {piece, heads, piece.whole ? Cut{} : pieces.cut(piece), states, mailbox});

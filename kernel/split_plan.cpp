@@ -39,8 +39,8 @@ SplitPlan plan_walk(const AttentionProblem& problem, std::int64_t rows, std::uin
   plan.splits_per_row = units_of(keys, plan.unit_keys);
   const std::uint64_t most_units = static_cast<std::uint64_t>(rows) * plan.splits_per_row;
   plan.units = problem.lengths == nullptr ? most_units : 0;
-  const std::uint32_t resident = static_cast<std::uint32_t>(
-      device.multiprocessors * (plan.warps > body.walk_warps ? 1 : body.blocks_per_multiprocessor));
+  const int seats = large ? std::max(1, body.blocks_per_pair / 2) : body.blocks_per_multiprocessor;
+  const std::uint32_t resident = static_cast<std::uint32_t>(device.multiprocessors * seats);
   plan.blocks = most_units < resident ? static_cast<std::uint32_t>(most_units) : walk_blocks(rows, resident);
   return plan;
 }

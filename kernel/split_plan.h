@@ -74,19 +74,25 @@ SINGLE_QUERY_HOST_DEVICE std::uint32_t blocks_per_row(std::uint32_t rows, std::u
   return power_of_two_at_most(blocks == 0 ? 1 : blocks);
 }
 
-// Of the clusters that a row of by_row mode has at most, those that a row of `keys` keys uses.
-SINGLE_QUERY_HOST_DEVICE std::uint32_t clusters_in_use(const SplitPlan& plan, std::uint32_t keys) {
-  if (plan.clusters == 1) {
-    return 1;
-  }
-  const std::uint32_t most = static_cast<std::uint32_t>(plan.clusters);
-  const std::uint32_t wanted = keys / (plan.least_block_keys * static_cast<std::uint32_t>(plan.cluster_size));
-  return wanted < 1 ? 1 : wanted < most ? power_of_two_at_most(wanted) : most;
-}
-
 // Units of a row of `keys` keys: at least one, since a row without keys has an output too.
 SINGLE_QUERY_HOST_DEVICE std::uint32_t units_of(std::uint32_t keys, std::uint32_t unit_keys) {
   return keys == 0 ? 1 : (keys - 1) / unit_keys + 1;
+}
+
+// How the clusters of a row of by_row mode share its keys: cluster i takes `each` keys from key i * each of the row on.
+struct ClusterShares {
+  std::uint32_t clusters; // that have a share; the row may have more
+  std::uint32_t each;     // a multiple of the 64 keys of whole steps: equal work for the warps of a block
+};
+
+SINGLE_QUERY_HOST_DEVICE ClusterShares shares_of(const SplitPlan& plan, std::uint32_t keys) {
+  if (plan.clusters == 1) {
+    return {1, keys};
+  }
+  const std::uint32_t most = static_cast<std::uint32_t>(plan.clusters);
+  const std::uint32_t wanted = keys / (plan.least_block_keys * static_cast<std::uint32_t>(plan.cluster_size));
+  const std::uint32_t clusters = wanted < 1 ? 1 : wanted < most ? power_of_two_at_most(wanted) : most;
+  return {clusters, (units_of(keys, clusters) + 63) / 64 * 64};
 }
 
 // The plan of `rows` rows. `problem` gives capacity, window, split size, and whether lengths may differ.

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
     const int key_early = early_elements<path>(keys_of(args), piece.batch, heads.kv_head, begin);
     const int value_early = early_elements<path>(values_of(args), piece.batch, heads.kv_head, begin);
     std::uint32_t queries[Shape::head_blocks][2 * Shape::dim_steps];
-    load_queries<Shape>(args, piece, own_heads, key_early, queries);
+    load_queries<Shape, path>(args, piece, own_heads, key_early, queries);
     if (first) {
 #pragma unroll 1
       for (int ahead = 0; ahead < Ring::stages; ++ahead) {

@@ -90,10 +90,11 @@ __device__ __forceinline__ std::uint32_t query_pair(const Element* row, int dim,
 
 // queries[block][2 k], [2 k + 1]: the B fragments of dims 16 k .. 16 k + 15, heads 8 block .. 8 block + 7, of rows that
 // begin with `early` zeros.
-template <class Shape>
+template <class Shape, Path path>
 __device__ __forceinline__ void load_queries(const KernelArguments& args, const Piece& piece, const Heads& heads,
                                              int early,
                                              std::uint32_t (&queries)[Shape::head_blocks][2 * Shape::dim_steps]) {
+  constexpr bool aligned = path != Path::spread && path != Path::general;
   const AttentionProblem& problem = args.problem;
   const int lane = threadIdx.x % 32;
   const int first_dim = lane % 4 * 2;
@@ -103,11 +104,11 @@ __device__ __forceinline__ void load_queries(const KernelArguments& args, const 
     const int head_dim = head < heads.count ? static_cast<int>(problem.head_dim) : 0;
     const Element* row = static_cast<const Element*>(problem.query) + piece.batch * problem.query_stride_batch +
                          (heads.first_query_head + head) * problem.query_stride_head;
-    if (args.query_copy_bytes == 16 && early == 0) { // pairs are aligned and none straddles head_dim
+    if (aligned || (args.query_copy_bytes == 16 && early == 0)) { // pairs are aligned and none straddles head_dim
       const auto* pairs = reinterpret_cast<const std::uint32_t*>(row + first_dim);
 #pragma unroll
       for (int i = 0; i < 2 * Shape::dim_steps; ++i) {
-        queries[block][i] = i * 8 + first_dim < head_dim ? __ldg(pairs + i * 4) : 0u;
+        queries[block][i] = head_dim - first_dim > i * 8 ? __ldg(pairs + i * 4) : 0u;
       }
     } else {
 #pragma unroll

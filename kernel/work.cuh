@@ -40,6 +40,7 @@ struct KernelArguments {
   std::uint32_t rows_per_batch;      // kv_heads * rows_per_kv_head
   int head_shift;                    // log2 of the elements of a head, see merge_partials.cuh
   RowUnits uniform;                  // of every row, where there are no lengths
+  ClusterShares uniform_shares;      // the same, by row
   std::int64_t key_step, value_step; // elements from one step of a warp to its next, in a contiguous cache
   // Bytes that every row begins and ends at multiples of: 16, 8, 4 or (elements of 16 bits) 2.
   int query_copy_bytes, key_copy_bytes, value_copy_bytes;
@@ -247,18 +248,17 @@ struct RowShare {
   std::uint32_t cluster, clusters; // that share the row; this one has no work if cluster >= clusters
 };
 
-__device__ __forceinline__ RowShare share_row(const KernelArguments& args, KeyRange row) {
+__device__ __forceinline__ RowShare share_row(const KernelArguments& args, KeyRange row, const ClusterShares& shares) {
   const SplitPlan& plan = args.plan;
   RowShare share{row, 0, 1};
   if (plan.clusters > 1) {
     const std::uint32_t keys = row.end - row.begin;
-    share.cluster = blockIdx.x / plan.cluster_size;
-    share.clusters = clusters_in_use(plan, keys);
-    // Whole 64-key steps: equal work for the warps of a block.
-    const std::uint32_t each = (units_of(keys, share.clusters) + 63) / 64 * 64;
-    const std::uint32_t begin = min(keys, share.cluster * each);
+    share.cluster = blockIdx.x >> log2_floor(plan.cluster_size);
+    share.clusters = shares.clusters;
+    const std::uint32_t begin = min(keys, share.cluster * shares.each);
     // Without keys not even the step that would hold the first one takes place.
-    share.keys = begin == keys ? KeyRange{0, 0} : KeyRange{row.begin + begin, row.begin + min(keys, begin + each)};
+    share.keys =
+        begin == keys ? KeyRange{0, 0} : KeyRange{row.begin + begin, row.begin + min(keys, begin + shares.each)};
   }
   return share;
 }
@@ -291,13 +291,15 @@ public:
     }
     batch_ = blockIdx.z;
     row_in_batch_ = blockIdx.y;
+    ClusterShares shares = args.uniform_shares;
     if (plain || args.problem.lengths == nullptr) {
       row_ = args.uniform;
     } else {
       row_.length = row_length(args.problem, batch_);
       row_.keys = attended_keys(args.problem, row_.length);
+      shares = shares_of(args.plan, row_.keys.end - row_.keys.begin);
     }
-    by_row_ = share_row(args, row_.keys);
+    by_row_ = share_row(args, row_.keys, shares);
     row_.keys = by_row_.keys;
     row_.units = 1;
     left_ = by_row_.cluster < by_row_.clusters ? 1 : 0;

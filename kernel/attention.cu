@@ -65,12 +65,18 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
   // The large shapes have more to do than to fetch instructions, and take long to compile.
   constexpr Path row = Shape::teams ? Path::general : Path::row;
   constexpr Path walk = Shape::teams ? Path::general : Path::walk;
+  constexpr Path pages = Shape::teams ? Path::general : Path::pages;
+  constexpr Path pages_walk = Shape::teams ? Path::general : Path::pages_walk;
+  constexpr Path any_pages = Shape::teams ? Path::general : Path::any_pages;
   constexpr Path spread_path = Shape::head_blocks == 1 ? Path::spread : Path::general;
   using TeamShape = TensorCoreShape<Shape::padded_dim, Shape::head_blocks, Shape::teams ? 2 : 1>;
   return {{team > 1 ? reinterpret_cast<const void*>(&tensor_core_attention<TeamShape, Path::plain>)
                     : reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::plain>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, row>),
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, walk>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, pages>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, pages_walk>),
+           reinterpret_cast<const void*>(&tensor_core_attention<Shape, any_pages>),
            spread ? reinterpret_cast<const void*>(&tensor_core_attention<Shape, spread_path>) : nullptr,
            reinterpret_cast<const void*>(&tensor_core_attention<Shape, Path::general>)},
           {step_keys, team, small_warps, wide || team > 1 || room < 2 * small_warps ? 1 : 2, small_warps, most_warps,
@@ -82,12 +88,13 @@ Kernel tensor_core_kernel(const KernelArguments& args, const Device& device) {
 }
 
 template <class Shape>
-Kernel simt_kernel(bool little) {
+Kernel simt_kernel(bool plain) {
   const void* const row = reinterpret_cast<const void*>(&simt_attention<Shape, Path::row>);
-  return {{row, row, reinterpret_cast<const void*>(&simt_attention<Shape, Path::walk>), nullptr,
-           reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>)},
-          {Shape::step_keys, 1, 8, little ? Shape::plain_blocks : 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
-           little && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
+  const void* const general = reinterpret_cast<const void*>(&simt_attention<Shape, Path::general>);
+  return {{row, row, reinterpret_cast<const void*>(&simt_attention<Shape, Path::walk>), general, general, general,
+           nullptr, general},
+          {Shape::step_keys, 1, 8, plain ? Shape::plain_blocks : 1, 4, 8, Shape::step_keys, 0x7fffffff, false,
+           plain && Shape::tile_heads > 1 ? 2 * Shape::plain_blocks : 2},
           Shape::tile_heads,
           Shape::head_shift,
           [](const SplitPlan& plan) { return Shape::shared_bytes(plan); },
@@ -95,28 +102,29 @@ Kernel simt_kernel(bool little) {
 }
 
 // float16 and bfloat16 on the tensor cores, a group's query heads by eights; float32 on the others, by fours or eights.
-// little: what Path::general is not needed for.
+// little: no modifiers, rows that are aligned to 16 bytes.
 Kernel select_kernel(const KernelArguments& args, bool little, const Device& device) {
   const AttentionProblem& problem = args.problem;
+  const bool plain = little && problem.page_table == nullptr;
   const int group = args.group;
   const std::int64_t head_dim = problem.head_dim;
   if (problem.dtype == DataType::float32) {
     if (head_dim <= 32) {
-      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>(little) : simt_kernel<SimtShape<8, 1, 8>>(little);
+      return group == 1 ? simt_kernel<SimtShape<8, 1, 1>>(plain) : simt_kernel<SimtShape<8, 1, 8>>(plain);
     }
     if (head_dim <= 64) {
-      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>(little)
-             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>(little)
-                          : simt_kernel<SimtShape<16, 1, 8>>(little);
+      return group == 1   ? simt_kernel<SimtShape<8, 2, 1>>(plain)
+             : group <= 4 ? simt_kernel<SimtShape<16, 1, 4>>(plain)
+                          : simt_kernel<SimtShape<16, 1, 8>>(plain);
     }
     if (head_dim <= 128) {
-      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>(little)
-             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>(little)
-                          : simt_kernel<SimtShape<32, 1, 8>>(little);
+      return group == 1   ? simt_kernel<SimtShape<8, 4, 1>>(plain)
+             : group <= 4 ? simt_kernel<SimtShape<32, 1, 4>>(plain)
+                          : simt_kernel<SimtShape<32, 1, 8>>(plain);
     }
-    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>(little)
-           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>(little)
-                        : simt_kernel<SimtShape<32, 2, 8>>(little);
+    return group == 1   ? simt_kernel<SimtShape<16, 4, 1>>(plain)
+           : group <= 4 ? simt_kernel<SimtShape<32, 2, 4>>(plain)
+                        : simt_kernel<SimtShape<32, 2, 8>>(plain);
   }
   if (head_dim <= 64) {
     return group <= 8 ? tensor_core_kernel<TensorCoreShape<64, 1>>(args, device)
@@ -212,11 +220,9 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   args.output_vectors =
       copy_bytes(problem, problem.output, {problem.output_stride_batch, problem.output_stride_head}) == 16;
   args.modified = problem.softcap != 0 || problem.alibi_slopes != nullptr || problem.attn_mask != nullptr;
-  // Pages of float32 are read by the general kernels.
+  const bool paged = problem.page_table != nullptr;
   const bool little = !args.modified &&
-                      std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16 &&
-                      (problem.dtype != DataType::float32 || problem.page_table == nullptr);
-  const bool plain = little && problem.lengths == nullptr;
+                      std::min({args.query_copy_bytes, args.key_copy_bytes, args.value_copy_bytes}) == 16;
   plan.kernel = select_kernel(args, little, device);
   args.row_heads = std::min(plan.kernel.tile_heads * plan.kernel.body.team, args.group);
   args.head_shift = plan.kernel.head_shift;
@@ -234,11 +240,14 @@ Plan make_plan(const AttentionProblem& given, const Device& device) {
   const SplitPlan& split = args.plan;
   const bool spread = plan.kernel.functions[static_cast<int>(Path::spread)] != nullptr &&
                       split.cluster_size * split.warps % 8 == 0; // that share a piece
-  plan.path = spread       ? Path::spread
-              : !little    ? Path::general
-              : split.walk ? Path::walk
-              : plain      ? Path::plain
-                           : Path::row;
+  plan.path = spread                        ? Path::spread
+              : !little                     ? Path::general
+              : paged && problem.page_size % step_keys != 0 ? Path::any_pages
+              : paged && split.walk         ? Path::pages_walk
+              : paged                       ? Path::pages
+              : split.walk                  ? Path::walk
+              : problem.lengths == nullptr  ? Path::plain
+                                            : Path::row;
   plan.single_step = select_single_step(args, device.traits);
   if (plan.single_step.function != nullptr) {
     return plan;

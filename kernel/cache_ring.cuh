@@ -75,7 +75,6 @@ struct CacheRing {
 // out.
 template <int padded_dim, Path path, bool fill>
 class CacheReader {
-  static constexpr bool may_page = path != Path::plain && path != Path::spread;
   static constexpr bool general = path == Path::general;
   static constexpr bool spread = path == Path::spread;
   using Ring = CacheRing<padded_dim>;
@@ -97,12 +96,10 @@ public:
   }
 
   __device__ __forceinline__ void copy_keys(int stage) {
-    const AttentionProblem& problem = args_.problem;
-    if (may_page && problem.page_table != nullptr) {
-      find_page(stage);
-    } else {
-      spaced_ = true;
-      rows_ = key_ < keys_.end ? rows_before(keys_.end) & ~rows_before(max(keys_.begin, key_)) : 0;
+    spaced_ = true;
+    rows_ = key_ < keys_.end ? rows_before(keys_.end) & ~rows_before(max(keys_.begin, key_)) : 0;
+    if (paged()) {
+      find_pages(stage);
     }
     copy_tile(Ring::key_tile(stage), stage, keys_of(args_), key_side_);
   }
@@ -115,11 +112,11 @@ public:
     key_ += stride_;
     if (key_ - lead_ >= keys_.end) {
       next_piece();
-    } else if (may_page && args_.problem.page_table != nullptr) {
-      odd_step_ ^= 1;
-      if (odd_step_ == 0) {
+    } else if (paged()) {
+      if (++step_ == steps_looked_up) {
+        step_ = 0;
         slots_ = slots_ahead_;
-        slots_ahead_ = look_up(key_ + 2 * stride_);
+        look_ahead();
       }
     } else {
       key_side_.row += args_.key_step;
@@ -128,7 +125,9 @@ public:
   }
 
   // Which of the keys in this stage need a page that does not exist: a bit for each.
-  __device__ __forceinline__ unsigned missing(int stage) const { return may_page ? missing_.of(stage) : 0; }
+  __device__ __forceinline__ unsigned missing(int stage) const {
+    return may_have_pages<path> ? missing_.of(stage) : 0;
+  }
 
   // Mends rows that were copied early, when their tile has arrived.
   __device__ __forceinline__ void align_keys(int stage) const {
@@ -190,10 +189,10 @@ private:
     kv_head_ = heads_of(args_, piece.row_in_batch).kv_head;
     begin_piece(keys_of(args_), key_side_);
     begin_piece(values_of(args_), value_side_);
-    if (may_page && args_.problem.page_table != nullptr) {
-      odd_step_ = 0;
+    if (paged()) {
+      step_ = 0;
       slots_ = look_up(key_);
-      slots_ahead_ = look_up(key_ + 2 * stride_);
+      look_ahead();
     } else {
       point_at(batch_, key_);
       if (spread) {
@@ -206,37 +205,58 @@ private:
   // Whether no piece is left: steps that are still copied ahead of the arithmetic will not be taken.
   __device__ __forceinline__ bool ended() const { return keys_.end == 0; }
 
-  // One read of the page table for two steps, under way two steps before its result is needed: lanes 0 .. 15 have the
-  // keys of the step that begins with first_key, lanes 16 .. 31 those of the next one.
+  __device__ __forceinline__ bool paged() const {
+    return has_pages<path> || (may_have_pages<path> && args_.problem.page_table != nullptr);
+  }
+
+  // The page table is read by all lanes at once, for steps to come: where the keys of a step all lie in one page, for a
+  // step a lane, else for a key a lane. Such a read is under way all that time before its result is needed.
+  static constexpr int steps_looked_up = has_whole_pages<path> ? 32 : 32 / step_keys;
   __device__ __forceinline__ KeySlot look_up(std::uint32_t first_key) const {
-    const std::uint32_t key = first_key + lane() / step_keys * stride_ + lane() % step_keys;
-    return is_in(keys_, key) ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
+    constexpr bool whole = has_whole_pages<path>;
+    const std::uint32_t key =
+        first_key + (whole ? lane() * stride_ : lane() / step_keys * stride_ + lane() % step_keys);
+    // A whole step that begins before its piece lies in a page of the piece.
+    return key < keys_.end && (whole || key >= keys_.begin) ? key_slot(args_.problem, batch_, key) : KeySlot{-1, 0};
+  }
+  __device__ __forceinline__ void look_ahead() {
+    const std::uint32_t key = key_ + steps_looked_up * stride_;
+    if (key < keys_.end) {
+      slots_ahead_ = look_up(key);
+    }
   }
 
   // Where the coming step's rows are.
-  __device__ __forceinline__ void find_page(int stage) {
+  __device__ __forceinline__ void find_pages(int stage) {
     constexpr unsigned all = 0xffffffffu;
-    const int source = odd_step_ * step_keys + lane() % step_keys;
+    if (has_whole_pages<path>) {
+      const std::int32_t page = __shfl_sync(all, slots_.page, step_);
+      point_at(page, __shfl_sync(all, slots_.slot, step_));
+      const bool exists = page_exists(args_.problem, page);
+      missing_.set(stage, exists ? 0 : rows_);
+      rows_ = exists ? rows_ : 0;
+      return;
+    }
+    const int own = lane() % step_keys;
+    const int source = step_ * step_keys + own;
     slot_.page = __shfl_sync(all, slots_.page, source);
     slot_.slot = __shfl_sync(all, slots_.slot, source);
     const bool exists = page_exists(args_.problem, slot_.page);
-    missing_.set(stage, __ballot_sync(all, !exists && is_in(keys_, key_ + lane() % step_keys)) & 0xffffu);
-    spaced_ = args_.problem.page_size % step_keys == 0 && __all_sync(all, exists);
-    rows_ = key_ < keys_.end ? 0xffffu : 0u;
+    missing_.set(stage, __ballot_sync(all, !exists && is_in(keys_, key_ + own)) & 0xffffu);
+    spaced_ = path == Path::general && args_.problem.page_size % step_keys == 0 && __all_sync(all, exists);
     if (spaced_) {
-      point_at(slot_.page, slot_.slot - lane() % step_keys);
+      point_at(slot_.page, slot_.slot - own);
     }
   }
 
   // Address of row lane % 16 of the coming step; 0: nothing to read.
   __device__ __forceinline__ std::uint64_t own_row(const Cache& cache) const {
     const std::uint32_t key = key_ + lane() % step_keys;
-    const bool paged = may_page && args_.problem.page_table != nullptr;
-    if (!is_in(keys_, key) || (paged && !page_exists(args_.problem, slot_.page))) {
+    if (!is_in(keys_, key) || (paged() && !page_exists(args_.problem, slot_.page))) {
       return 0;
     }
-    const std::int64_t page = paged ? slot_.page : batch_;
-    const std::int64_t slot = paged ? slot_.slot : key;
+    const std::int64_t page = paged() ? slot_.page : batch_;
+    const std::int64_t slot = paged() ? slot_.slot : key;
     return reinterpret_cast<std::uint64_t>(static_cast<const Element*>(cache.data) + kv_head_ * cache.stride_head +
                                            page * cache.stride_page + slot * cache.stride_slot);
   }
@@ -247,7 +267,7 @@ private:
     const int copy_bytes = cache.copy_bytes;
     const Element* row = side.row;
     const int lane_bytes = spread ? side.lane_bytes : lane_bytes_;
-    if (rows_ == 0 && (!fill || (spread && ended()))) {
+    if (key_ >= keys_.end && (!fill || (spread && ended()))) {
       // The piece, or the last of all, has ended.
     } else if (spread && at_end(cache, row, lane_bytes)) {
       copy_last_rows(tile, cache, row, lane_bytes);
@@ -268,7 +288,7 @@ private:
         }
         row += rows_at_once * stride_slot << spread_shift<path>;
       }
-    } else if (may_page) {
+    } else if (path == Path::any_pages || general) {
       const int row_bytes = static_cast<int>(args_.problem.head_dim) * 2;
       const std::uint64_t own = own_row(cache);
       if (!general || copy_bytes == 16) {
@@ -341,9 +361,9 @@ private:
   Side key_side_, value_side_;
   std::uint32_t batch_ = 0;
   std::uint32_t kv_head_ = 0;
-  // With a page table: of key key_ + lane % 16; as look_up() gives them.
+  // With a page table: of key key_ + lane % 16; as look_up() gives them, and which of their steps is the coming one.
   KeySlot slot_ = {0, 0}, slots_ = {0, 0}, slots_ahead_ = {0, 0};
-  int odd_step_ = 0;
+  int step_ = 0;
   StageRows missing_;
 };
 

@@ -29,7 +29,7 @@ struct BodyTraits {
   int blocks_per_multiprocessor; // resident blocks of that size
   int small_warps;               // warps a block in by_row mode, of few keys
   int most_warps;                // the same of many
-  std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp
+  std::uint32_t least_warp_keys; // fewer keys than this are not worth a warp; a power of two, as numbers of warps are
   std::uint32_t most_steps;      // of a warp in by_row mode; a walk may have more
   bool large_first;              // large blocks from their first step on, not only where they have several
   int blocks_per_pair;           // of multiprocessors, by row; 1 where one large block keeps their memory port busy
@@ -42,7 +42,7 @@ struct SplitPlan {
   // by_row
   int cluster_size; // 1, 2, 4 or 8
   int clusters;     // a row, at most; rows with fewer keys use fewer
-  std::uint32_t least_block_keys;
+  std::uint32_t least_block_keys; // a power of two
   // walk
   std::uint32_t blocks;
   std::uint32_t unit_keys;
@@ -89,10 +89,12 @@ SINGLE_QUERY_HOST_DEVICE ClusterShares shares_of(const SplitPlan& plan, std::uin
   if (plan.clusters == 1) {
     return {1, keys};
   }
+  // Numbers of clusters are powers of two: shifts instead of divisions, which every block would have to wait for.
+  const std::uint32_t least = plan.least_block_keys * static_cast<std::uint32_t>(plan.cluster_size);
+  const std::uint32_t wanted = keys >> log2_floor(least);
   const std::uint32_t most = static_cast<std::uint32_t>(plan.clusters);
-  const std::uint32_t wanted = keys / (plan.least_block_keys * static_cast<std::uint32_t>(plan.cluster_size));
   const std::uint32_t clusters = wanted < 1 ? 1 : wanted < most ? power_of_two_at_most(wanted) : most;
-  return {clusters, (units_of(keys, clusters) + 63) / 64 * 64};
+  return {clusters, (((keys + clusters - 1) >> log2_floor(clusters)) + 63) / 64 * 64};
 }
 
 // The plan of `rows` rows. `problem` gives capacity, window, split size, and whether lengths may differ.

@@ -135,9 +135,9 @@ __global__ void __launch_bounds__(256, 1) tensor_core_attention(const __grid_con
         multiply_keys<Shape>(half, first_key_tile, key_rows, own_bits(key_early), queries, scores);
 #pragma unroll
         for (int i = 0; i < Shape::tiles_at_once; ++i) {
-          const unsigned missing = path == Path::plain ? 0u
-                                   : Shape::teams      ? missing_keys[warp - own_tile + first_tile + i]
-                                                       : reader.missing(stage);
+          const unsigned missing = !may_have_pages<path> ? 0u
+                                   : Shape::teams        ? missing_keys[warp - own_tile + first_tile + i]
+                                                         : reader.missing(stage);
           if (!Shape::teams) {
             __syncwarp(); // all lanes have read the tile
             reader.copy_keys(stage);

@@ -10,16 +10,26 @@ namespace single_query {
 // What a compiled instance of a kernel body is for. A short problem takes about as long as its instructions take to
 // arrive, so the common cases get instances with little code.
 enum class Path {
-  plain,  // by row, a contiguous cache, 16-byte copies, no lengths, no modifiers
-  row,    // the same with lengths or a page table
-  walk,   // the same in a walk
-  spread, // 16-bit rows of any alignment in a contiguous cache, no modifiers: see cache_ring.cuh
-  general // everything
+  plain,      // by row, a contiguous cache, 16-byte copies, no lengths, no modifiers
+  row,        // the same with lengths
+  walk,       // the same in a walk
+  pages,      // by row, pages of multiples of 16 keys, 16-byte copies, no modifiers
+  pages_walk, // the same in a walk
+  any_pages,  // pages of any size, 16-byte copies, no modifiers
+  spread,     // 16-bit rows of any alignment in a contiguous cache, no modifiers: see cache_ring.cuh
+  general     // everything
 };
-constexpr int paths = 5;
+constexpr int paths = 8;
 
 template <Path path>
-constexpr bool may_walk = path == Path::walk || path == Path::spread || path == Path::general;
+constexpr bool may_walk = path != Path::plain && path != Path::row && path != Path::pages;
+
+template <Path path>
+constexpr bool has_whole_pages = path == Path::pages || path == Path::pages_walk; // of multiples of 16 keys
+template <Path path>
+constexpr bool has_pages = has_whole_pages<path> || path == Path::any_pages;
+template <Path path>
+constexpr bool may_have_pages = has_pages<path> || path == Path::general;
 
 // Counters at the start of every workspace, zero between calls; partial states follow them.
 constexpr std::uint32_t workspace_counters = 4096;
@@ -57,7 +67,7 @@ struct KernelArguments {
 
 template <Path path>
 __device__ __forceinline__ bool walks(const KernelArguments& args) {
-  return path == Path::walk || (may_walk<path> && args.plan.walk);
+  return path == Path::walk || path == Path::pages_walk || (may_walk<path> && args.plan.walk);
 }
 
 // One of the two caches, as a kernel body reads it. Strides in elements.

@@ -36,6 +36,28 @@ TEST_ON_EACH_DEVICE("Every group of query heads agrees with double") {
   sweep.finish();
 }
 
+TEST_ON_EACH_DEVICE("Many query heads of a key/value head agree with double") {
+  Sweep sweep(device);
+  for (const DataType dtype : {DataType::float16, DataType::bfloat16}) {
+    for (const std::int64_t group : {40, 64, 100, 129}) {
+      for (const std::int64_t head_dim : {40, 64, 128}) {
+        for (const std::int64_t keys : {1, 127, 1000, 4100}) {
+          sweep.add(sized(dtype, 1, 1, group, keys, head_dim));
+        }
+        AttentionCase c = sized(dtype, 8, 1, group, 700, head_dim);
+        sweep.add(c);
+        c.window = 333; // begins in the middle of a step
+        c.key.order = c.value.order = "bsh";
+        c.sinks.order = "h";
+        sweep.add(c);
+        c.specials = 3;
+        sweep.add(c);
+      }
+    }
+  }
+  sweep.finish();
+}
+
 TEST_ON_EACH_DEVICE("Every number of keys round a power of two agrees with double") {
   Sweep sweep(device);
   for (std::int64_t power = 2; power <= 65536; power *= 2) {

@@ -12,10 +12,9 @@
 namespace single_query {
 namespace {
 
-// How many value rows are used up at once by all heads: a chain of additions, see chain_length. And how far ahead rows
-// of keys and values are asked for that no cache holds; where a cache holds them, that costs more than it saves.
-constexpr int chain_rows = 16;
-constexpr int tile_sums = 8; // vectors of sums that a tile keeps in registers
+constexpr int chain_rows = 16; // value rows that all heads use up at once: a chain of additions, see chain_length
+constexpr int rows_ahead = 32; // how far ahead rows are asked for, see row_ahead()
+constexpr int tile_sums = 8;   // vectors of sums that a tile keeps in registers
 constexpr int padded_head_dim = static_cast<int>(max_head_dim);
 constexpr int block_size = static_cast<int>(block_keys);
 
@@ -62,16 +61,42 @@ struct TaskState {
   ScoreModifiers modifiers[most_task_heads];
 };
 
-// scores[h, k] = dot(query[h], rows[k]) for `heads` heads and tile_sums / heads rows.
+// Rows are asked for while earlier ones are used, a line at a time between the sums: requests in a row would stop the
+// sums until the memory has taken them all. Which row to ask for at row `position` of a block's key rows and then its
+// value rows.
+template <typename Element>
+inline const Element* row_ahead(const Block<Element>& block, int position) {
+  const int ahead = position + rows_ahead;
+  const int value = ahead - block.count;
+  return value < 0 ? block.key_rows[ahead] : block.value_rows[value < block.count ? value : block.count - 1];
+}
+
+// Ask for the line of element d, once a line. Into the L2 cache: rows that are a power of two apart drive each other
+// out of the first.
+template <typename Element>
+inline void prefetch(const Element* row, int d) {
+  constexpr int line = 64 / static_cast<int>(sizeof(Element));
+  if (d % line == 0) {
+    __builtin_prefetch(row + d, 0, 2);
+  }
+}
+
+// scores[head + h, row + k] = dot(query[head + h], key_rows[row + k]) for `heads` heads and tile_sums / heads rows.
 template <int heads, typename Element>
-inline void dot_tile(const RowVectors& vectors, const Element* const* rows, const float (*query)[padded_head_dim],
-                     float (*scores)[block_size], int first_score) {
+inline void dot_tile(const RowVectors& vectors, const Block<Element>& block, int row, int head, TaskState& state) {
   constexpr int keys = tile_sums / heads;
   const int last = (vectors.count - 1) * lanes;
+  const Element* const* rows = block.key_rows + row;
+  const float(*query)[padded_head_dim] = state.query + head;
+  const Element* ahead[keys];
+  for (int k = 0; k < keys; ++k) {
+    ahead[k] = row_ahead(block, row + k);
+  }
   Vector sums[tile_sums];
   clear(sums);
   for (int d = 0; d < last; d += lanes) {
     for (int k = 0; k < keys; ++k) {
+      prefetch(ahead[k], d);
       const Vector key = load(rows[k] + d);
       for (int h = 0; h < heads; ++h) {
         sums[h * keys + k] += key * load(query[h] + d);
@@ -79,6 +104,7 @@ inline void dot_tile(const RowVectors& vectors, const Element* const* rows, cons
     }
   }
   for (int k = 0; k < keys; ++k) {
+    prefetch(ahead[k], last);
     const Vector key = vectors.fresh(load(rows[k] + vectors.last_offset));
     for (int h = 0; h < heads; ++h) {
       sums[h * keys + k] += key * load(query[h] + last);
@@ -87,7 +113,7 @@ inline void dot_tile(const RowVectors& vectors, const Element* const* rows, cons
   float dots[tile_sums];
   sum_lanes(sums, dots);
   for (int h = 0; h < heads; ++h) {
-    std::memcpy(scores[h] + first_score, dots + h * keys, keys * sizeof(float));
+    std::memcpy(state.scores[head + h] + row, dots + h * keys, keys * sizeof(float));
   }
 }
 
@@ -97,7 +123,7 @@ inline void dot_rows(const RowVectors& vectors, const Block<Element>& block, int
                      TaskState& state) {
   for (; first + heads <= end; first += heads) {
     for (int row = k; row < k + tile_sums && row < block.count; row += tile_sums / heads) {
-      dot_tile<heads>(vectors, block.key_rows + row, state.query + first, state.scores + first, row);
+      dot_tile<heads>(vectors, block, row, first, state);
     }
   }
   if constexpr (heads > 1) {
@@ -153,7 +179,9 @@ inline void value_tile(const RowVectors& vectors, const Block<Element>& block, i
   clear(sums);
   for (int k = begin; k < end; ++k) {
     const Element* row = block.value_rows[k];
+    const Element* ahead = row_ahead(block, block.count + k) + offset;
     for (int i = 0; i < count; ++i) {
+      prefetch(ahead, i * lanes);
       const Vector value = load(row + (i + 1 < count ? offset + i * lanes : last_offset));
       for (int h = 0; h < heads; ++h) {
         sums[h * count + i] += value * state.scores[head + h][k];
@@ -195,21 +223,9 @@ inline void add_values(const RowVectors& vectors, const Block<Element>& block, i
   }
 }
 
-// Ask for rows `position` .. `position + rows - 1` of a block's key rows and then its value rows, those that there are.
-template <typename Element>
-inline void prefetch(const RowVectors& vectors, const Block<Element>& block, int position, int rows) {
-  constexpr int line = 64 / static_cast<int>(sizeof(Element));
-  for (int k = position; k < position + rows && k < 2 * block.count; ++k) {
-    const Element* row = k < block.count ? block.key_rows[k] : block.value_rows[k - block.count];
-    for (int d = 0; d < vectors.last_offset + lanes; d += line) {
-      __builtin_prefetch(row + d);
-    }
-  }
-}
-
 template <typename Element>
 inline void attend_block(const RowVectors& vectors, Block<Element>& block, int first_head, int end_head,
-                         float value_scale, bool streams, TaskState& state) {
+                         float value_scale, TaskState& state) {
   const int count = block.count;
   if (count == 0) {
     return;
@@ -218,9 +234,6 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
     block.key_rows[k] = block.key_rows[count - 1];
   }
   for (int k = 0; k < count; k += tile_sums) {
-    if (streams) {
-      prefetch(vectors, block, k + chain_rows, tile_sums);
-    }
     dot_rows<4>(vectors, block, k, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
@@ -231,10 +244,8 @@ inline void attend_block(const RowVectors& vectors, Block<Element>& block, int f
     }
   }
   for (int k = 0; k < count; k += chain_rows) {
-    if (streams) {
-      prefetch(vectors, block, count + k + chain_rows, chain_rows);
-    }
-    add_values<4>(vectors, block, k, k + chain_rows < count ? k + chain_rows : count, first_head, end_head, state);
+    const int end = k + chain_rows < count ? k + chain_rows : count;
+    add_values<4>(vectors, block, k, end, first_head, end_head, state);
   }
   for (int h = first_head; h < end_head; ++h) {
     for (int i = 0; i < vectors.count; ++i) {

@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::int64_t wanted_tasks = 128;           // enough for the threads of large machines
 constexpr std::int64_t least_split_bytes = 64 << 10; // of keys and values: fewer are not worth a merge
-constexpr std::int64_t stream_bytes = 1 << 20;       // of keys and values: more stream through the caches
 constexpr std::int64_t serial_bytes = 32 << 10;      // of keys and values: fewer are not worth a second thread
 constexpr std::int64_t workspace_alignment = 64;
 
@@ -184,7 +183,6 @@ private:
     task.row_length = row.length;
     task.keys.begin = static_cast<std::uint32_t>(first_key);
     task.keys.end = static_cast<std::uint32_t>(std::min<std::int64_t>(first_key + row.split_keys, row.keys.end));
-    task.streams = bytes_ > stream_bytes;
     task.partial = row.splits > 1 ? partial(b, head_task, split, row.splits) : nullptr;
     kernels_.attend(problem_, task);
   }

@@ -31,7 +31,6 @@ struct HostTask {
   int query_heads; // 1 .. most_task_heads
   std::uint32_t row_length;
   KeyRange keys;
-  bool streams;   // the problem's keys and values are more than the caches near a core hold
   float* partial; // [query_heads, partial_floats]; null: these are all keys of the row, finish it
 };
 

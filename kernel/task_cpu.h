@@ -200,9 +200,9 @@ void attend_task(const AttentionProblem& problem, const HostTask& task) {
         PackedRows rows;
         Block<float> packed;
         pack(block, head_dim, rows, packed);
-        attend_block(vectors, packed, h, h + heads_at_once, value_scale_of<Scalar>(), false, state);
+        attend_block(vectors, packed, h, h + heads_at_once, value_scale_of<Scalar>(), state);
       } else {
-        attend_block(vectors, block, h, h + heads_at_once, value_scale_of<Scalar>(), task.streams, state);
+        attend_block(vectors, block, h, h + heads_at_once, value_scale_of<Scalar>(), state);
       }
     }
   }

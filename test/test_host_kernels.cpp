@@ -51,7 +51,7 @@ void attend(const HostKernels& kernels, const AttentionProblem& problem, HostTas
   }
 }
 
-void attend(const HostKernels& kernels, const AttentionProblem& problem, bool streams, std::uint32_t split_keys) {
+void attend(const HostKernels& kernels, const AttentionProblem& problem, std::uint32_t split_keys) {
   const std::int64_t group = problem.query_heads / problem.kv_heads;
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     const std::uint32_t length = row_length(problem, b);
@@ -59,7 +59,7 @@ void attend(const HostKernels& kernels, const AttentionProblem& problem, bool st
       for (std::int64_t first = 0; first < group; first += most_task_heads) {
         const auto heads = static_cast<int>(std::min<std::int64_t>(most_task_heads, group - first));
         attend(kernels, problem,
-               {b, kv_head, kv_head * group + first, heads, length, attended_keys(problem, length), streams, nullptr},
+               {b, kv_head, kv_head * group + first, heads, length, attended_keys(problem, length), nullptr},
                split_keys);
       }
     }
@@ -75,7 +75,7 @@ TEST_CASE("Every instruction set agrees with double, on the CPU") {
       const AttentionData data(random_case(seed, 200'000));
       Placement placement(data, Device::cpu);
       placement.poison_results(Fill::nan);
-      attend(*set.kernels, placement.problem, seed % 2 == 0, seed % 3 == 0 ? block_keys : 1u << 31);
+      attend(*set.kernels, placement.problem, seed % 3 == 0 ? block_keys : 1u << 31);
       const Comparison comparison =
           compare(placement.results(), reference(data.host_problem()), data.attention_case().dtype, Weights::float32);
       over_gate += comparison.worst_gate > 1;

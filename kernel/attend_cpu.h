@@ -62,8 +62,10 @@ struct TaskState {
 };
 
 // Rows are asked for while earlier ones are used, a line at a time between the sums: requests in a row would stop the
-// sums until the memory has taken them all. Which row to ask for at row `position` of a block's key rows and then its
-// value rows.
+// sums until the memory has taken them all. Every pass over a tile's rows asks, though the first one would do: a second
+// instance of the tiles, without requests, costs more, since they are no longer inlined then.
+//
+// Which row to ask for at row `position` of a block's key rows and then its value rows.
 template <typename Element>
 inline const Element* row_ahead(const Block<Element>& block, int position) {
   const int ahead = position + rows_ahead;
@@ -71,8 +73,8 @@ inline const Element* row_ahead(const Block<Element>& block, int position) {
   return value < 0 ? block.key_rows[ahead] : block.value_rows[value < block.count ? value : block.count - 1];
 }
 
-// Ask for the line of element d, once a line. Into the L2 cache: rows that are a power of two apart drive each other
-// out of the first.
+// Ask for the line of element d, a multiple of `lanes`, of a row or of a tile's part of it: once a line. Into the L2
+// cache: rows that are a power of two apart drive each other out of the first.
 template <typename Element>
 inline void prefetch(const Element* row, int d) {
   constexpr int line = 64 / static_cast<int>(sizeof(Element));

@@ -103,7 +103,7 @@ double Run::seconds_since_start() const {
 
 void Run::measure(const Row& row) {
   const double memory_limit = device_.is_cuda() ? 24e9 : 2e9;
-  const Inputs inputs = make_inputs(row.problem, device_, cold_bytes(), memory_limit);
+  const Inputs inputs = make_inputs(row.problem, device_, cold_bytes(device_), memory_limit);
   const Expected first = expected_output(row.problem, inputs, 0);
   const std::int64_t last_cache = inputs.caches() - 1;
   const Expected last = last_cache == 0 ? first : expected_output(row.problem, inputs, last_cache);

@@ -12,7 +12,10 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <iterator>
 #include <limits>
+
+#include <unistd.h>
 
 namespace single_query::benchmark {
 namespace {
@@ -179,7 +182,7 @@ std::vector<Timing> time_interleaved(const std::vector<Implementation>& implemen
   constexpr double microseconds_in_a_row = 2e3;
   struct Turn {
     std::int64_t calls;
-    std::int64_t next_cache = 0;
+    std::int64_t next_cache;
     std::vector<double> times = {};
   };
   std::vector<Turn> turns;
@@ -187,7 +190,9 @@ std::vector<Timing> time_interleaved(const std::vector<Implementation>& implemen
   for (const Implementation& implementation : implementations) {
     implementation.select();
     const double once = one_call(implementation.call);
-    turns.push_back({std::max<std::int64_t>(1, static_cast<std::int64_t>(microseconds_in_a_row / once))});
+    // Each begins far from where the others do, or it would find in the processor what the one before it has read.
+    const std::int64_t first_cache = caches * std::ssize(turns) / std::ssize(implementations);
+    turns.push_back({std::max<std::int64_t>(1, static_cast<std::int64_t>(microseconds_in_a_row / once)), first_cache});
     microseconds_each += std::max(microseconds_in_a_row, once);
   }
   const int rounds = repetitions(microseconds_each);
@@ -211,8 +216,9 @@ std::vector<Timing> time_interleaved(const std::vector<Implementation>& implemen
   return timings;
 }
 
-double cold_bytes() {
-  const double cache = at::cuda::is_available() ? at::cuda::getCurrentDeviceProperties()->l2CacheSize : 0;
+double cold_bytes(at::Device device) {
+  const double cache = device.is_cuda() ? at::cuda::getCurrentDeviceProperties()->l2CacheSize
+                                        : static_cast<double>(sysconf(_SC_LEVEL3_CACHE_SIZE)); // 0 where not known
   return std::max(150e6, 2.5 * cache);
 }
 

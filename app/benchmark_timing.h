@@ -36,8 +36,9 @@ Timing time_on_host(const Call& call);
 // Several implementations in turn, so that what else the machine does befalls them alike. For the CPU.
 std::vector<Timing> time_interleaved(const std::vector<Implementation>& implementations, std::int64_t caches);
 
-// 2.5 times the size of the L2, and no less than 150 MB: reading so much leaves nothing of what came before.
-double cold_bytes();
+// 2.5 times the size of the device's last cache, and no less than 150 MB: reading so much leaves nothing of what came
+// before.
+double cold_bytes(at::Device device);
 
 // Times of a plain read of each cache's keys and values, the best of several launch shapes, and of an empty kernel.
 Timing time_read(const std::vector<at::Tensor>& key, const std::vector<at::Tensor>& value, std::int64_t calls);

@@ -14,24 +14,25 @@
 
 namespace single_query {
 
-constexpr int most_task_heads = 16;       // query heads that share one pass over the keys
-constexpr std::uint32_t block_keys = 128; // keys between two looks at the running maximum
+constexpr std::int64_t most_task_heads = 32; // query heads that take a block of keys one after another
+constexpr std::uint32_t block_keys = 128;    // keys between two looks at the running maximum
 
 // Partial softmax state of one query head: max_score, sum_exp, then head_dim values times the value scale.
 constexpr std::int64_t partial_floats(std::int64_t head_dim) {
   return head_dim + 2;
 }
 
-// Query heads first_query_head .. + query_heads - 1 of a row, all of which read kv_head, over keys that all of them
-// have in reach (masks apart).
+// For each of the key/value heads kv_head .. + kv_heads - 1 of a row, `query_heads` query heads that read it, from
+// first_query_head on and one after another, over keys that all of them have in reach (masks apart).
 struct HostTask {
   std::int64_t batch;
   std::int64_t kv_head;
   std::int64_t first_query_head;
-  int query_heads; // 1 .. most_task_heads
+  int kv_heads;
+  int query_heads; // of each; kv_heads * query_heads is 1 .. most_task_heads
   std::uint32_t row_length;
   KeyRange keys;
-  float* partial; // [query_heads, partial_floats]; null: these are all keys of the row, finish it
+  float* partial; // [kv_heads, query_heads, partial_floats]; null: these are all keys of the row, finish it
 };
 
 // The partial states of one query head, in the order of their keys.

@@ -24,11 +24,11 @@ inline void with_scalar(DataType dtype, const Work& work) {
   }
 }
 
-// The keys of `range` that take part for query_head, and where they lie. False if one of them lies in a page that does
-// not exist. An excluded key's page is not asked for.
+// The keys of `range` that take part for a query head, and where their rows of kv_head lie. False if one of them lies
+// in a page that does not exist. An excluded key's page is not asked for.
 template <typename Scalar>
-inline bool gather(const AttentionProblem& problem, const HostTask& task, std::int64_t query_head, KeyRange range,
-                   Block<Scalar>& block) {
+inline bool gather(const AttentionProblem& problem, const HostTask& task, std::int64_t kv_head, std::int64_t query_head,
+                   KeyRange range, Block<Scalar>& block) {
   const Scalar* key_page = nullptr;
   const Scalar* value_page = nullptr;
   std::uint32_t page_begin = range.begin; // of the page at hand
@@ -51,9 +51,9 @@ inline bool gather(const AttentionProblem& problem, const HostTask& task, std::i
       page_begin = key - at.slot;
       page_end = page_begin + static_cast<std::uint32_t>(problem.page_size);
       key_page = static_cast<const Scalar*>(problem.key) + at.page * problem.key_stride_page +
-                 task.kv_head * problem.key_stride_head;
+                 kv_head * problem.key_stride_head;
       value_page = static_cast<const Scalar*>(problem.value) + at.page * problem.value_stride_page +
-                   task.kv_head * problem.value_stride_head;
+                   kv_head * problem.value_stride_head;
     }
     block.key_rows[count] = key_page + (key - page_begin) * problem.key_stride_slot;
     block.value_rows[count] = value_page + (key - page_begin) * problem.value_stride_slot;
@@ -158,7 +158,7 @@ inline void start_task(const AttentionProblem& problem, const HostTask& task, co
                        TaskState& state) {
   const int head_dim = static_cast<int>(problem.head_dim);
   const int whole_vectors = (vectors.count - 1) * lanes;
-  for (int h = 0; h < task.query_heads; ++h) {
+  for (int h = 0; h < task.kv_heads * task.query_heads; ++h) {
     const std::int64_t query_head = task.first_query_head + h;
     const Scalar* query = static_cast<const Scalar*>(problem.query) + task.batch * problem.query_stride_batch +
                           query_head * problem.query_stride_head;
@@ -177,9 +177,30 @@ inline void start_task(const AttentionProblem& problem, const HostTask& task, co
   }
 }
 
+// The keys of `range` for heads first .. end - 1 of the task, which read kv_head.
+template <typename Scalar>
+inline void attend_keys(const AttentionProblem& problem, const HostTask& task, const RowVectors& vectors,
+                        std::int64_t kv_head, KeyRange range, int first, int end, TaskState& state) {
+  const int head_dim = static_cast<int>(problem.head_dim);
+  Block<Scalar> block;
+  if (!gather(problem, task, kv_head, task.first_query_head + first, range, block)) {
+    for (int h = first; h < end; ++h) {
+      state.sum_exp[h] = std::numeric_limits<float>::quiet_NaN();
+    }
+  } else if (head_dim < lanes) {
+    PackedRows rows;
+    Block<float> packed;
+    pack(block, head_dim, rows, packed);
+    attend_block(vectors, packed, first, end, value_scale_of<Scalar>(), state);
+  } else {
+    attend_block(vectors, block, first, end, value_scale_of<Scalar>(), state);
+  }
+}
+
 template <typename Scalar>
 void attend_task(const AttentionProblem& problem, const HostTask& task) {
   const int head_dim = static_cast<int>(problem.head_dim);
+  const int heads = task.kv_heads * task.query_heads;
   const RowVectors vectors(head_dim < lanes ? lanes : head_dim);
   TaskState state;
   start_task<Scalar>(problem, task, vectors, state);
@@ -190,24 +211,13 @@ void attend_task(const AttentionProblem& problem, const HostTask& task) {
   for (std::uint32_t begin = task.keys.begin; begin < task.keys.end; begin += block_keys) {
     const std::uint32_t rest = task.keys.end - begin;
     const KeyRange range{begin, begin + (rest < block_keys ? rest : block_keys)};
-    for (int h = 0; h < task.query_heads; h += heads_at_once) {
-      Block<Scalar> block;
-      if (!gather(problem, task, task.first_query_head + h, range, block)) {
-        for (int head = h; head < h + heads_at_once; ++head) {
-          state.sum_exp[head] = std::numeric_limits<float>::quiet_NaN();
-        }
-      } else if (head_dim < lanes) {
-        PackedRows rows;
-        Block<float> packed;
-        pack(block, head_dim, rows, packed);
-        attend_block(vectors, packed, h, h + heads_at_once, value_scale_of<Scalar>(), state);
-      } else {
-        attend_block(vectors, block, h, h + heads_at_once, value_scale_of<Scalar>(), state);
-      }
+    for (int h = 0; h < heads; h += heads_at_once) {
+      attend_keys<Scalar>(problem, task, vectors, task.kv_head + h / task.query_heads, range, h, h + heads_at_once,
+                          state);
     }
   }
 
-  for (int h = 0; h < task.query_heads; ++h) {
+  for (int h = 0; h < heads; ++h) {
     float* values = state.values[h]; // from here on without repeated lanes
     store(values + vectors.last_offset, load(values + (vectors.count - 1) * lanes));
     if (task.partial != nullptr) {

@@ -153,6 +153,23 @@ TEST_ON_EACH_DEVICE("Every layout agrees with double") {
   sweep.finish();
 }
 
+// Enough keys for the host twin to take the rows of several heads together, of which 5 leave some over.
+TEST_ON_EACH_DEVICE("Many keys of heads side by side agree with double") {
+  Sweep sweep(device);
+  const char* variants[] = {"dtype=float32 head_dim=256",
+                            "dtype=float16 split_size=128",
+                            "dtype=bfloat16 query_heads=60 split_size=128",
+                            "dtype=float32 split_size=128 mask=bhk",
+                            "dtype=bfloat16 split_size=128 mask=bhk/h window=5000",
+                            "dtype=float32 split_size=128 lengths=b length_kind=mixed batch=2"};
+  for (const char* variant : variants) {
+    AttentionCase c = parse_case("kv_heads=5 query_heads=15 keys=7000 head_dim=23 key=bsh value=bsh scale=0.2 " +
+                                 std::string(variant));
+    sweep.add(c);
+  }
+  sweep.finish();
+}
+
 TEST_ON_EACH_DEVICE("Few keys of one query head per key/value head agree with double") {
   Sweep sweep(device);
   for (const char* dtype : {"float32", "float16", "bfloat16"}) {

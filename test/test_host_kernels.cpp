@@ -36,7 +36,7 @@ void attend(const HostKernels& kernels, const AttentionProblem& problem, HostTas
     kernels.attend(problem, task);
     return;
   }
-  const std::int64_t stride = task.query_heads * partial_floats(problem.head_dim);
+  const std::int64_t stride = task.kv_heads * task.query_heads * partial_floats(problem.head_dim);
   std::vector<float> partials(static_cast<std::size_t>(splits * stride), NAN);
   for (std::int64_t split = 0; split < splits; ++split) {
     const std::int64_t begin = split * split_keys;
@@ -45,22 +45,30 @@ void attend(const HostKernels& kernels, const AttentionProblem& problem, HostTas
     task.partial = partials.data() + split * stride;
     kernels.attend(problem, task);
   }
-  for (int h = 0; h < task.query_heads; ++h) {
+  for (int h = 0; h < task.kv_heads * task.query_heads; ++h) {
     kernels.merge_partials(problem, {task.batch, task.first_query_head + h, splits,
                                      partials.data() + h * partial_floats(problem.head_dim), stride});
   }
 }
 
-void attend(const HostKernels& kernels, const AttentionProblem& problem, std::uint32_t split_keys) {
+// Tasks of `kv_heads` key/value heads, or of fewer where they would have too many query heads.
+void attend(const HostKernels& kernels, const AttentionProblem& problem, std::int64_t kv_heads,
+            std::uint32_t split_keys) {
   const std::int64_t group = problem.query_heads / problem.kv_heads;
+  kv_heads = std::clamp(most_task_heads / group, std::int64_t{1}, kv_heads);
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     const std::uint32_t length = row_length(problem, b);
-    for (std::int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
+    for (std::int64_t kv_head = 0; kv_head < problem.kv_heads; kv_head += kv_heads) {
       for (std::int64_t first = 0; first < group; first += most_task_heads) {
-        const auto heads = static_cast<int>(std::min<std::int64_t>(most_task_heads, group - first));
-        attend(kernels, problem,
-               {b, kv_head, kv_head * group + first, heads, length, attended_keys(problem, length), nullptr},
-               split_keys);
+        HostTask task{};
+        task.batch = b;
+        task.kv_head = kv_head;
+        task.first_query_head = kv_head * group + first;
+        task.kv_heads = static_cast<int>(std::min(kv_heads, problem.kv_heads - kv_head));
+        task.query_heads = static_cast<int>(std::min(most_task_heads, group - first));
+        task.row_length = length;
+        task.keys = attended_keys(problem, length);
+        attend(kernels, problem, task, split_keys);
       }
     }
   }
@@ -75,7 +83,7 @@ TEST_CASE("Every instruction set agrees with double, on the CPU") {
       const AttentionData data(random_case(seed, 200'000));
       Placement placement(data, Device::cpu);
       placement.poison_results(Fill::nan);
-      attend(*set.kernels, placement.problem, seed % 3 == 0 ? block_keys : 1u << 31);
+      attend(*set.kernels, placement.problem, seed % 2 == 0 ? 1 : 3, seed % 3 == 0 ? block_keys : 1u << 31);
       const Comparison comparison =
           compare(placement.results(), reference(data.host_problem()), data.attention_case().dtype, Weights::float32);
       over_gate += comparison.worst_gate > 1;

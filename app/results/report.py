@@ -177,7 +177,7 @@ def device_section(path):
         ("", read_plot(problems, path.with_name(path.stem + "-read.svg"))),
         ("Pages, lengths, windows, masks and modifiers, in a CUDA graph:",
          comparison_table([p for p in graph if p.feature not in ("", "warm")])),
-        ("One call after the other, nothing captured:" if gpu else "Against LibTorch on the same threads, in turn:",
+        ("One call after the other, nothing captured:" if gpu else "Against LibTorch on the same threads, in turn, K and V cold:",
          comparison_table([p for p in problems if p.mode == "eager"])),
         ("Host time of one call, launch included:", host_table([p for p in problems if p.mode == "host"])),
     ]
